@@ -1,0 +1,368 @@
+"""The operator's side: create executions, read and watch them, decide approvals (PROTOCOL 9)."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlencode
+
+from . import wire
+from .errors import NetworkError
+from .transport import Answer, Resend, Transport
+from .wire import AgentInfo, Approval, Delta, Event, Execution, Step, execution_path
+
+#: For how long a call is tried again while the kernel cannot be reached, in seconds.
+PATIENCE = 5.0
+_PAGE = 200
+_EVENT_PAGE = 1000
+_FIRST_POLL, _LONGEST_POLL = 0.05, 1.0
+
+
+class Client:
+    """Speaks to a kernel as an operator does; a context manager.
+
+    Args:
+        base_url: where the kernel is; ``REBUNO_URL`` by default.
+        api_key: the bearer token; ``REBUNO_API_KEY`` by default, none if that is not set.
+        timeout: how long to wait for an answer, in seconds.
+
+    Raises:
+        ValueError: there is no URL, or it is not one.
+
+    Every call raises :class:`~rebuno_sync.NetworkError` when no usable answer came, and the
+    subclass of :class:`~rebuno_sync.APIError` for an error status. Reads are tried again for a
+    few seconds, as is everything that certainly did not reach the kernel.
+    """
+
+    def __init__(
+        self, base_url: str | None = None, api_key: str | None = None, *, timeout: float = 35.0
+    ) -> None:
+        url = base_url or os.environ.get("REBUNO_URL")
+        if not url:
+            raise ValueError("pass base_url=… or set REBUNO_URL in the environment")
+        self._transport = Transport(url, timeout=timeout)
+        token = api_key or os.environ.get("REBUNO_API_KEY")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Client of {self._transport.base_url}>"
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the use of this client; the connections belong to the process and stay pooled."""
+        self._closed = True
+
+    # Executions
+
+    def create(
+        self,
+        agent_id: str,
+        input: Any = None,
+        *,
+        session: str = "",
+        parent_execution_id: str = "",
+        idempotency_key: str = "",
+        spawned_by: Mapping[str, str] | None = None,
+        on_behalf_of: str = "",
+    ) -> Execution:
+        """Start an execution.
+
+        Args:
+            agent_id: the agent to run.
+            input: its input; anything with a JSON form.
+            session, parent_execution_id, spawned_by, on_behalf_of: for kernels of generation 3.
+            idempotency_key: creating again under the same key gives the same execution, and
+                the call is then tried again whatever happened to it (generation 3).
+
+        Raises:
+            TypeError: the input has no JSON form.
+            NotFoundError: there is no such agent.
+        """
+        fields = {
+            "session": session,
+            "parent_execution_id": parent_execution_id,
+            "idempotency_key": idempotency_key,
+            "spawned_by": dict(spawned_by) if spawned_by else None,
+            "on_behalf_of": on_behalf_of,
+        }
+        given = {name: value for name, value in fields.items() if value}
+        body = wire.encode({"agent_id": agent_id, "input": input, **given}, "execution")
+        resend = Resend.ALWAYS if idempotency_key else Resend.NEVER_ARRIVED
+        return Execution.from_json(self._call("POST", "/v0/executions", body, resend).json())
+
+    def get(self, execution_id: str) -> Execution:
+        """Read an execution."""
+        return Execution.from_json(self._call("GET", execution_path(execution_id)).json())
+
+    def list(
+        self, *, agent_id: str = "", status: str = "", session: str = "", limit: int | None = None
+    ) -> Iterator[Execution]:
+        """Go through executions, the newest first, a page at a time.
+
+        Args:
+            agent_id, status, session: only those that match.
+            limit: at most so many.
+        """
+        query = {"agent_id": agent_id, "status": status, "session": session}
+        left = limit if limit is not None else -1
+        cursor = ""
+        while left:
+            page = {**query, "cursor": cursor, "limit": min(left, _PAGE) if left > 0 else _PAGE}
+            data = self._call("GET", "/v0/executions" + _query(page)).json() or {}
+            rows = data.get("executions") or []
+            for row in rows if left < 0 else rows[:left]:
+                yield Execution.from_json(row)
+            left = max(left - len(rows), 0) if left > 0 else left
+            cursor = data.get("next_cursor") or ""
+            if not cursor or not rows:
+                return
+
+    def wait(
+        self, execution_id: str, timeout: float | None = None, *, until_blocked: bool = False
+    ) -> Execution:
+        """Wait until an execution has ended, and return it.
+
+        Args:
+            timeout: how long to wait at most, in seconds.
+            until_blocked: return also when it waits for an approval.
+
+        Raises:
+            TimeoutError: it has not come to that in time.
+        """
+        for pause in _polls(timeout):
+            found = self.get(execution_id)
+            if found.done or (until_blocked and found.status == "blocked"):
+                return found
+            time.sleep(pause)
+        raise TimeoutError(f"execution {execution_id} is still {found.status} after {timeout:g} s")
+
+    def cancel(self, execution_id: str) -> None:
+        """Cancel an execution; raises ``ConflictError`` when it has already ended."""
+        self._call("POST", execution_path(execution_id, "cancel"), b"", Resend.NEVER_ARRIVED)
+
+    # What happened
+
+    def events(self, execution_id: str, *, after_seq: int = 0) -> Iterator[Event]:
+        """Go through the events recorded so far, in order.
+
+        Args:
+            after_seq: begin after this ``event_seq``.
+        """
+        while True:
+            query = _query({"after_seq": after_seq, "limit": _EVENT_PAGE})
+            rows = self._call("GET", execution_path(execution_id, "events") + query).json() or []
+            for row in rows:
+                event = Event.from_json(row)
+                after_seq = event.event_seq
+                yield event
+            if len(rows) < _EVENT_PAGE:
+                return
+
+    def watch(
+        self, execution_id: str, *, after_seq: int = 0, timeout: float | None = None
+    ) -> Iterator[Event]:
+        """Go through the events as they happen, until the execution has ended.
+
+        Args:
+            after_seq: begin after this ``event_seq``.
+            timeout: how long to watch at most, in seconds.
+
+        Raises:
+            TimeoutError: the execution has not ended in time.
+        """
+        ended = False
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pauses = _polls(None)
+        while True:
+            # Read the status first: what ends the execution is then among the events read next.
+            ended = self.get(execution_id).done
+            before = after_seq
+            for event in self.events(execution_id, after_seq=after_seq):
+                after_seq = event.event_seq
+                yield event
+            if ended:
+                return
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"execution {execution_id} has not ended after {timeout:g} s")
+            if after_seq > before:
+                pauses = _polls(None)
+            time.sleep(next(pauses))
+
+    def steps(self, execution_id: str, *, status: str = "") -> Iterator[Step]:
+        """Go through the steps of an execution.
+
+        Args:
+            status: ``"terminal"`` for those that have an outcome.
+        """
+        path = execution_path(execution_id, "steps") + _query({"status": status})
+        for row in self._call("GET", path).json() or []:
+            yield Step.from_json(row)
+
+    def step(self, execution_id: str, step_id: str) -> Step:
+        """Read one step."""
+        return Step.from_json(
+            self._call("GET", execution_path(execution_id, "steps", step_id)).json()
+        )
+
+    def stream(self, execution_id: str, *, timeout: float = 60.0) -> Iterator[Delta]:
+        """Go through the live output of an execution's steps, from now until it is closed.
+
+        Args:
+            timeout: the longest silence to bear, in seconds; a kernel sends a sign of life
+                every 15.
+
+        Raises:
+            NetworkError: the kernel cannot be reached, or fell silent.
+        """
+        import requests
+
+        response = self._transport.open_stream(
+            execution_path(execution_id, "stream"),
+            {"Accept": "text/event-stream", **self._headers},
+            read_timeout=timeout,
+        )
+        with response:
+            try:
+                for line in response.iter_lines(chunk_size=1):
+                    if line.startswith(b"data:"):
+                        yield Delta.from_json(json.loads(line[5:]))
+            except requests.RequestException as exc:
+                raise NetworkError(f"the live stream of {execution_id} broke off: {exc}") from exc
+
+    # Approvals
+
+    def approvals(self) -> Iterator[Approval]:
+        """Go through the approvals that wait for a decision."""
+        for row in self._call("GET", "/v0/approvals").json() or []:
+            yield Approval.from_json(row)
+
+    def approval(self, approval_id: str) -> Approval:
+        """Read one approval."""
+        return Approval.from_json(
+            self._call("GET", f"/v0/approvals/{wire.segment(approval_id)}").json()
+        )
+
+    def grant(self, approval_id: str, *, decided_by: str = "", rationale: str = "") -> None:
+        """Let the step run.
+
+        Args:
+            decided_by: who decides; must be among the approvers when there are any.
+            rationale: why.
+
+        Raises:
+            ForbiddenError: ``decided_by`` may not decide this.
+            ConflictError: it has already been decided.
+        """
+        self._decide(approval_id, "grant", decided_by, rationale)
+
+    def deny(self, approval_id: str, *, decided_by: str = "", rationale: str = "") -> None:
+        """Refuse the step; the handler sees ``rationale`` as the reason.
+
+        Raises as :meth:`grant` does.
+        """
+        self._decide(approval_id, "deny", decided_by, rationale)
+
+    def _decide(self, approval_id: str, how: str, decided_by: str, rationale: str) -> None:
+        body = wire.encode({"decided_by": decided_by, "rationale": rationale}, "decision")
+        path = f"/v0/approvals/{wire.segment(approval_id)}/{how}"
+        self._call("POST", path, body, Resend.NEVER_ARRIVED)
+
+    # Agents
+
+    def agents(self) -> Iterator[AgentInfo]:
+        """Go through the registered agents."""
+        for row in self._call("GET", "/v0/agents").json() or []:
+            yield AgentInfo.from_json(row)
+
+    def agent(self, agent_id: str) -> AgentInfo:
+        """Read one agent."""
+        return AgentInfo.from_json(self._call("GET", f"/v0/agents/{wire.segment(agent_id)}").json())
+
+    def register_agent(
+        self,
+        agent_id: str,
+        webhook_url: str,
+        secret: str,
+        *,
+        lease_timeout_seconds: float | None = None,
+    ) -> AgentInfo:
+        """Register an agent, or change its registration.
+
+        Args:
+            webhook_url: where the kernel posts dispatches.
+            secret: what both sides sign with.
+            lease_timeout_seconds: how long its leases last (generation 3); the kernel's by
+                default.
+        """
+        fields: dict[str, Any] = {"id": agent_id, "webhook_url": webhook_url, "secret": secret}
+        if lease_timeout_seconds is not None:
+            fields["lease_timeout_seconds"] = lease_timeout_seconds
+        body = wire.encode(fields, "agent")
+        return AgentInfo.from_json(self._call("POST", "/v0/agents", body).json())
+
+    def delete_agent(self, agent_id: str) -> None:
+        """Remove an agent."""
+        path = f"/v0/agents/{wire.segment(agent_id)}"
+        self._call("DELETE", path, b"", Resend.NEVER_ARRIVED)
+
+    def set_policy(self, agent_id: str, bundle: str) -> None:
+        """Replace an agent's policy.
+
+        Args:
+            bundle: the YAML text (PROTOCOL 8).
+
+        Raises:
+            ValidationError: the bundle is refused; the message names the rule, and the old
+                one stays.
+        """
+        body = wire.encode({"bundle": bundle}, "policy")
+        self._call("POST", f"/v0/policies/{wire.segment(agent_id)}", body)
+
+    def health(self) -> bool:
+        """Tell whether a kernel answers and is ready to work."""
+        return self._call("GET", "/v0/ready").status == 200
+
+    def _call(
+        self, method: str, path: str, body: bytes = b"", resend: Resend = Resend.ALWAYS
+    ) -> Answer:
+        if self._closed:
+            raise RuntimeError("this client is closed")
+        headers = dict(self._headers)
+        if body:
+            headers["Content-Type"] = "application/json"
+        answer = self._transport.request(
+            method, path, body, lambda target: headers, resend=resend, patience=PATIENCE
+        )
+        return answer.raise_for_status()
+
+
+def _query(fields: Mapping[str, Any]) -> str:
+    given = {name: value for name, value in fields.items() if value not in ("", None)}
+    return "?" + urlencode(given) if given else ""
+
+
+def _polls(timeout: float | None) -> Iterator[float]:
+    """Yield growing pauses until the time is up; at least one."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    pause = _FIRST_POLL
+    while True:
+        left = pause if deadline is None else deadline - time.monotonic()
+        yield max(min(pause, left), 0.0)
+        if deadline is not None and time.monotonic() >= deadline:
+            return
+        pause = min(pause * 1.5, _LONGEST_POLL)

@@ -1,0 +1,257 @@
+"""What an agent says to its kernel: every route of PROTOCOL 4, signed as PROTOCOL 3 says."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from . import signing, wire
+from .errors import NetworkError, NotFoundError
+from .lease import Lease
+from .transport import Answer, Resend, Transport
+from .wire import execution_path
+
+log = logging.getLogger(__name__)
+
+Signature = Literal["auto", "body", "v1"]
+#: For how long reads at the start of a dispatch are tried again, in seconds.
+READ_PATIENCE = 60.0
+
+
+class KernelClient:
+    """Speaks for one agent to one kernel.
+
+    Args:
+        agent_id: the agent's id.
+        secret: the agent's secret.
+        transport: how to reach the kernel.
+        signature: ``"body"`` or ``"v1"`` to pin one; ``"auto"`` begins with the body signature,
+            moves to the request signature on a 401 and never back.
+    """
+
+    def __init__(
+        self, agent_id: str, secret: str, transport: Transport, signature: Signature = "auto"
+    ) -> None:
+        self.agent_id = agent_id
+        self._secret = secret
+        self._transport = transport
+        self._may_step_up = signature == "auto"
+        self._signs_request = signature == "v1"
+
+    # Reads
+
+    def execution(self, execution_id: str, lease: Lease) -> wire.Execution:
+        """Read an execution; raises as :meth:`_call` does."""
+        answer = self._call(
+            "GET", execution_path(execution_id), lease=lease, patience=READ_PATIENCE
+        )
+        return _model(wire.Execution, answer)
+
+    def terminal_steps(self, execution_id: str, lease: Lease) -> list[wire.Step]:
+        """Read the steps that have an outcome."""
+        path = execution_path(execution_id, "steps") + "?status=terminal"
+        answer = self._call("GET", path, lease=lease, patience=READ_PATIENCE)
+        return [wire.Step.from_json(row) for row in answer.json() or []]
+
+    def step(self, execution_id: str, step_id: str, lease: Lease) -> wire.Step:
+        """Read one step."""
+        path = execution_path(execution_id, "steps", step_id)
+        return _model(wire.Step, self._call("GET", path, lease=lease, patience=READ_PATIENCE))
+
+    def previous(self, execution_id: str, lease: Lease) -> Any:
+        """Read the state that the previous turn of the session left.
+
+        ``None`` without one, and from kernels before generation 3, which have no sessions.
+        """
+        path = execution_path(execution_id, "previous")
+        try:
+            answer = self._call("GET", path, lease=lease, patience=READ_PATIENCE)
+        except NotFoundError:
+            return None
+        data = answer.json()
+        return data.get("state") if isinstance(data, dict) else None
+
+    # Steps
+
+    def submit(
+        self,
+        execution_id: str,
+        lease: Lease,
+        kind: wire.Kind,
+        target: str,
+        args: bytes,
+        idempotency: wire.Idempotency,
+    ) -> wire.Decision:
+        """Submit a step and return the decision. Sent again only when it never arrived.
+
+        Args:
+            args: the JSON of the arguments, exactly as it shall be hashed.
+        """
+        body = b'{"kind":"%s","target":%s,"args":%s,"idempotency":"%s"}' % (
+            kind.value.encode(),
+            json.dumps(target, ensure_ascii=False).encode("utf-8"),
+            args,
+            idempotency.value.encode(),
+        )
+        answer = self._call(
+            "POST",
+            execution_path(execution_id, "steps"),
+            body,
+            lease=lease,
+            mutates=True,
+            resend=Resend.NEVER_ARRIVED,
+            patience=lease.timeout,
+        )
+        return _model(wire.Decision, answer)
+
+    def complete_step(
+        self, execution_id: str, lease: Lease, step_id: str, result: bytes
+    ) -> wire.Decision:
+        """Report the JSON result of a step."""
+        return self._settle(execution_id, lease, step_id, "complete", b'{"result":%s}' % result)
+
+    def fail_step(
+        self, execution_id: str, lease: Lease, step_id: str, error: bytes
+    ) -> wire.Decision:
+        """Report the JSON error of a step."""
+        return self._settle(execution_id, lease, step_id, "fail", b'{"error":%s}' % error)
+
+    def _settle(
+        self, execution_id: str, lease: Lease, step_id: str, how: str, body: bytes
+    ) -> wire.Decision:
+        path = execution_path(execution_id, "steps", step_id, how)
+        answer = self._call("POST", path, body, lease=lease, mutates=True, patience=lease.timeout)
+        data = answer.json()
+        decision = _model(wire.Decision, answer, data)
+        if decision.decision == "replay" and not {"result", "error"} & data.keys():
+            # Old kernels say that there is an outcome already, and not which.
+            step = self.step(execution_id, step_id, lease)
+            return wire.Decision("replay", step_id, result=step.result, error=step.error)
+        return decision
+
+    def stream(self, execution_id: str, lease: Lease, step_id: str, seq: int, data: str) -> None:
+        """Send one piece of live output, at most 7000 bytes of UTF-8; one try only."""
+        body = wire.encode({"seq": seq, "data": data}, "delta")
+        path = execution_path(execution_id, "steps", step_id, "stream")
+        self._call("POST", path, body, lease=lease, mutates=True)
+
+    # The dispatch
+
+    def heartbeat(self, execution_id: str, lease: Lease, timeout: float) -> None:
+        """Renew the lease; one try of at most ``timeout`` seconds."""
+        path = execution_path(execution_id, "heartbeat")
+        self._call("POST", path, lease=lease, mutates=True, timeout=timeout)
+
+    def complete(self, execution_id: str, lease: Lease, output: bytes, state: bytes | None) -> None:
+        """End the execution with its JSON output, and the state for the next turn if any."""
+        tail = b"" if state is None else b',"state":' + state
+        body = b'{"output":%s%s}' % (output, tail)
+        path = execution_path(execution_id, "complete")
+        self._call("POST", path, body, lease=lease, mutates=True, patience=lease.timeout)
+
+    def fail(self, execution_id: str, lease: Lease, reason: str) -> None:
+        """End the execution as failed, with the text that people group by."""
+        body = wire.encode({"error": reason}, "failure")
+        path = execution_path(execution_id, "fail")
+        self._call("POST", path, body, lease=lease, mutates=True, patience=lease.timeout)
+
+    def put_metadata(self, description: str | None, input_schema: Any, output_schema: Any) -> None:
+        """Tell the kernel what the agent takes and gives (generation 3)."""
+        body = wire.encode(
+            {
+                "description": description,
+                "input_schema": input_schema,
+                "output_schema": output_schema,
+            },
+            "metadata",
+        )
+        self._call("PUT", f"/v0/agents/{wire.segment(self.agent_id)}/metadata", body)
+
+    # One call
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        lease: Lease | None = None,
+        mutates: bool = False,
+        resend: Resend = Resend.ALWAYS,
+        patience: float = 0.0,
+        timeout: float | None = None,
+    ) -> Answer:
+        """Send one signed request.
+
+        Raises:
+            NetworkError: no usable answer came.
+            APIError: the kernel answered with an error status.
+        """
+        if len(body) > wire.MAX_BODY_BYTES:
+            raise ValueError(
+                f"{method} {path} would send {len(body)} bytes; the kernel takes at most "
+                f"{wire.MAX_BODY_BYTES}. Store the data elsewhere and pass a reference to it."
+            )
+        sent_v1 = self._signs_request
+
+        def send() -> Answer:
+            return self._transport.request(
+                method,
+                path,
+                body,
+                lambda target: self._headers(
+                    method, target, body, lease if mutates else None, sent_v1
+                ),
+                resend=resend,
+                patience=patience,
+                stop=lease.cancelled if lease is not None else None,
+                timeout=timeout,
+            )
+
+        answer = send()
+        if answer.status == 401 and self._may_step_up and not sent_v1:
+            sent_v1 = True
+            answer = send()
+            if answer.status != 401:
+                self._signs_request = True
+        answer.raise_for_status()
+        if mutates and lease is not None:
+            lease.renewed()
+        return answer
+
+    def _headers(
+        self, method: str, target: str, body: bytes, lease: Lease | None, v1: bool
+    ) -> Mapping[str, str]:
+        headers = {
+            "Content-Type": "application/json",
+            wire.AGENT_ID_HEADER: self.agent_id,
+        }
+        dispatch_id = attempt = ""
+        if lease is not None:
+            headers[wire.DISPATCH_ID_HEADER] = dispatch_id = lease.dispatch_id
+            if lease.attempt is not None:
+                headers[wire.DISPATCH_ATTEMPT_HEADER] = attempt = str(lease.attempt)
+        if v1:
+            headers[wire.TIMESTAMP_HEADER] = timestamp = str(int(time.time()))
+            headers[wire.SIGNATURE_HEADER] = signing.sign_request(
+                self._secret,
+                method,
+                target,
+                timestamp,
+                body,
+                dispatch_id=dispatch_id,
+                dispatch_attempt=attempt,
+            )
+        else:
+            headers[wire.SIGNATURE_HEADER] = signing.sign_body(self._secret, body)
+        return headers
+
+
+def _model(model: type[wire.M], answer: Answer, data: Any = None) -> wire.M:
+    try:
+        return model.from_json(answer.json() if data is None else data)
+    except ValueError as exc:
+        raise NetworkError(f"the kernel's answer makes no sense: {exc}") from None

@@ -1,0 +1,165 @@
+"""The lease of a dispatch, and the thread that keeps leases alive (PROTOCOL 2, 4)."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from .errors import APIError, ControlFlow, LeaseSuperseded, RebunoError, Terminated
+from .wire import Dispatch
+
+log = logging.getLogger(__name__)
+
+#: What kernels that do not tell their lease time-out use, in seconds.
+DEFAULT_TIMEOUT = 120.0
+LONGEST_INTERVAL = 30.0
+
+
+class Lease:
+    """The right of one attempt to act for an execution.
+
+    Attributes:
+        execution_id: the execution.
+        dispatch_id: the dispatch.
+        attempt: its attempt; ``None`` for kernels of generation 1.
+        timeout: how long the lease lasts after each renewal, in seconds.
+        interval: how often it is renewed, in seconds.
+        cancelled: set once the lease is lost or given up.
+        paused: true while nothing that deserves the lease is running; no beat is sent then.
+    """
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        self.execution_id = dispatch.execution_id
+        self.dispatch_id = dispatch.dispatch_id
+        self.attempt = dispatch.dispatch_attempt
+        told = dispatch.lease_timeout_seconds
+        self.timeout = told or DEFAULT_TIMEOUT
+        self.interval = min(told / 3, LONGEST_INTERVAL) if told else LONGEST_INTERVAL
+        self.cancelled = threading.Event()
+        self.paused = False
+        self._signal: ControlFlow | None = None
+        self._renewed_at = time.monotonic()
+
+    def lose(self, signal: ControlFlow) -> None:
+        """Give the lease up; the first signal given is the one that stays."""
+        if self._signal is None:
+            self._signal = signal
+        self.cancelled.set()
+
+    @property
+    def signal(self) -> ControlFlow | None:
+        """Why the lease was lost, or ``None`` while it is not."""
+        return self._signal
+
+    def renewed(self) -> None:
+        """Note that the kernel has just accepted the lease."""
+        self._renewed_at = time.monotonic()
+
+    def remaining(self) -> float:
+        """Return the seconds until the kernel may give the execution to another attempt."""
+        return self._renewed_at + self.timeout - time.monotonic()
+
+    def __str__(self) -> str:
+        attempt = "" if self.attempt is None else f" attempt {self.attempt}"
+        return f"execution {self.execution_id} (dispatch {self.dispatch_id}{attempt})"
+
+
+class Heartbeats:
+    """One daemon thread that renews every lease it was given.
+
+    It runs only while there are leases. A beat that fails is logged and tried again well
+    before the lease is due; one that the kernel refuses loses the lease.
+
+    Args:
+        beat: renews one lease at the kernel within the given seconds, or raises.
+        name: the name of the thread.
+    """
+
+    def __init__(self, beat: Callable[[Lease, float], None], name: str) -> None:
+        self._beat = beat
+        self._name = name
+        self._changed = threading.Condition()
+        self._due: list[tuple[float, int, Lease]] = []
+        self._held: set[Lease] = set()
+        self._order = itertools.count()
+        self._thread: threading.Thread | None = None
+
+    def add(self, lease: Lease) -> None:
+        """Keep ``lease`` alive from now on."""
+        with self._changed:
+            self._held.add(lease)
+            self._schedule(lease, lease.interval)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def remove(self, lease: Lease) -> None:
+        """Let ``lease`` go."""
+        with self._changed:
+            self._held.discard(lease)
+            self._changed.notify()
+
+    def _schedule(self, lease: Lease, delay: float) -> None:
+        heapq.heappush(self._due, (time.monotonic() + delay, next(self._order), lease))
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                lease = self._next()
+                if lease is None:
+                    self._thread = None
+                    return
+            delay = lease.interval if lease.paused else self._beat_once(lease)
+            with self._changed:
+                if lease.cancelled.is_set():
+                    self._held.discard(lease)
+                elif lease in self._held:
+                    self._schedule(lease, delay)
+
+    def _next(self) -> Lease | None:
+        """Wait for the next lease that is due; ``None`` once there is none left at all."""
+        while self._held:
+            while self._due and self._due[0][2] not in self._held:
+                heapq.heappop(self._due)
+            wait = self._due[0][0] - time.monotonic()
+            if wait <= 0:
+                return heapq.heappop(self._due)[2]
+            self._changed.wait(wait)
+        self._due.clear()
+        return None
+
+    def _beat_once(self, lease: Lease) -> float:
+        """Send one beat and return the seconds until the next."""
+        try:
+            self._beat(lease, max(1.0, lease.interval / 3))
+        except RebunoError as exc:
+            if lease not in self._held:
+                return 0.0
+            signal = refusal_of(exc)
+            if signal is not None:
+                log.warning("lease lost: %s: %s", lease, exc)
+                lease.lose(signal)
+                return 0.0
+            log.warning(
+                "heartbeat failed, %.1f s of the lease left: %s: %s", lease.remaining(), lease, exc
+            )
+            return min(lease.interval, max(lease.remaining() / 4, 0.05))
+        except Exception:
+            # One lease must never cost the others their beats.
+            log.exception("heartbeat failed: %s", lease)
+        return lease.interval
+
+
+def refusal_of(exc: RebunoError) -> ControlFlow | None:
+    """Return the signal that a kernel's 409 stands for, if ``exc`` is one that ends a dispatch."""
+    if isinstance(exc, APIError) and exc.status_code == 409:
+        if exc.code == "execution_terminal":
+            return Terminated()
+        if exc.code == "lease_superseded":
+            return LeaseSuperseded()
+    return None

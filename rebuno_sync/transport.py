@@ -1,0 +1,352 @@
+"""HTTP to one kernel: a pooled session per process, time-outs, retries, error mapping.
+
+The session is a ``requests.Session``: it decides proxies, certificates and pools, as users of
+requests expect. Each call then goes to the session's connection pool itself, since building and
+parsing the request and response objects would cost more than the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import wire
+from .errors import NetworkError, api_error, safe_text
+from .version import __version__
+
+if TYPE_CHECKING:
+    import requests
+    import urllib3
+
+USER_AGENT = f"rebuno-sync/{__version__}"
+#: A kernel that does not take a connection within this many seconds is taken for unreachable.
+CONNECT_TIMEOUT = 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
+
+
+def is_transient(status: int) -> bool:
+    """Tell whether a status says nothing about the request itself, so another try may do."""
+    return status >= 500 or status in (408, 425, 429)
+
+
+class Resend(enum.Enum):
+    """When a request may be sent again."""
+
+    #: Whatever happened: repeating it changes nothing.
+    ALWAYS = enum.auto()
+    #: Only when it certainly never reached the kernel.
+    NEVER_ARRIVED = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A status, headers and a body, whatever they are."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """Return the decoded body.
+
+        Raises:
+            NetworkError: the body is not JSON, so something else than a kernel answered.
+        """
+        try:
+            return wire.decode(self.body)
+        except ValueError as exc:
+            kind = self.headers.get("content-type", "no content type")
+            raise NetworkError(
+                f"the answer was HTTP {self.status} with a body that is not JSON ({kind}): {exc}"
+            ) from None
+
+    def raise_for_status(self) -> Answer:
+        """Return self when the status is 2xx.
+
+        Raises:
+            APIError: the subclass for the status, with the kernel's code and words if it sent any.
+        """
+        if 200 <= self.status < 300:
+            return self
+        code, message, details = f"http_{self.status}", "", None
+        with contextlib.suppress(ValueError):
+            data = wire.decode(self.body)
+            if isinstance(data, dict):
+                code = data.get("code") or code
+                message, details = safe_text(data.get("message") or ""), data.get("details")
+        if not message:
+            text = self.body[:200].decode("utf-8", "replace").strip()
+            message = f"the kernel answered {text!r}" if text else "the kernel gave no reason"
+        if 300 <= self.status < 400:
+            message += (
+                f"; it points to {self.headers.get('location', 'nowhere')}, and redirects of "
+                "signed requests are not followed: set the base URL to where the kernel is"
+            )
+        raise api_error(self.status, code, message, details)
+
+
+class _Process:
+    """What belongs to this process alone; a fork begins with a fresh one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.session: requests.Session | None = None
+
+
+_process = _Process()
+
+
+def _after_fork() -> None:
+    # A socket shared with the parent would mix up two conversations, and the parent may have
+    # held the lock when it forked.
+    global _process
+    _process = _Process()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def process_session() -> requests.Session:
+    """Return the one pooled session of this process, made on first use."""
+    process = _process
+    with process.lock:
+        if process.session is None:
+            import requests
+            from requests.adapters import HTTPAdapter
+
+            session = requests.Session()
+            adapter = HTTPAdapter(pool_connections=256, pool_maxsize=128, max_retries=0)
+            session.mount("http://", adapter)
+            session.mount("https://", adapter)
+            process.session = session
+        return process.session
+
+
+@dataclasses.dataclass(frozen=True)
+class _Route:
+    """How requests to one base URL leave this process."""
+
+    owner: _Process
+    pool: urllib3.HTTPConnectionPool
+    #: Put before a target: the origin when an HTTP proxy must be told it, else nothing.
+    origin: str
+    proxy_headers: Mapping[str, str]
+
+
+class Transport:
+    """Sends requests to one kernel.
+
+    Args:
+        base_url: where the kernel is, ``http://`` or ``https://``, with or without a path.
+        timeout: how long to wait for an answer, in seconds.
+
+    Raises:
+        ValueError: ``base_url`` is not such a URL.
+    """
+
+    def __init__(self, base_url: str, *, timeout: float) -> None:
+        scheme, _, rest = base_url.partition("://")
+        if scheme not in ("http", "https") or not rest or rest.startswith("/"):
+            raise ValueError(
+                f"{base_url!r} is not a kernel URL; it looks like http://127.0.0.1:8080"
+            )
+        if "?" in rest or "#" in rest:
+            raise ValueError(f"{base_url!r} has a query or a fragment; a kernel URL has neither")
+        self.base_url = base_url.rstrip("/")
+        self.timeout = timeout
+        self._route: _Route | None = None
+        self._prefix: str | None = None
+
+    @property
+    def prefix(self) -> str:
+        """The escaped path that the base URL puts before every route."""
+        if self._prefix is None:
+            from urllib3.util import parse_url
+
+            self._prefix = parse_url(self.base_url).path or ""
+        return self._prefix
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Callable[[str], Mapping[str, str]],
+        *,
+        resend: Resend = Resend.ALWAYS,
+        patience: float = 0.0,
+        stop: threading.Event | None = None,
+        timeout: float | None = None,
+    ) -> Answer:
+        """Send a request and return whatever status came back, after the retries it is due.
+
+        Args:
+            method: the HTTP method.
+            path: the escaped path below the base URL, with its query.
+            body: the raw body.
+            headers: called for each try with the final target, so that each is signed afresh.
+            resend: when another try is allowed.
+            patience: for how many seconds another try may begin.
+            stop: set when another try has become pointless.
+            timeout: how long to wait for each answer, in seconds; the transport's by default.
+
+        Raises:
+            NetworkError: no usable answer came, and no other try was due.
+        """
+        begin = time.monotonic()
+        pause = _FIRST_PAUSE
+        while True:
+            answer, error = None, None
+            try:
+                answer = self._send(method, path, body, headers, timeout or self.timeout)
+            except NetworkError as exc:
+                error = exc
+            else:
+                if not is_transient(answer.status) or resend is not Resend.ALWAYS:
+                    return answer
+            may_resend = resend is Resend.ALWAYS or (error is not None and error.never_arrived)
+            wait = max(pause * random.uniform(0.75, 1.25), _retry_after(answer))
+            out_of_time = time.monotonic() + wait - begin > patience
+            if not may_resend or out_of_time or _stopped_within(stop, wait):
+                if error is not None:
+                    raise error
+                assert answer is not None
+                return answer
+            pause = min(pause * 2, _LONGEST_PAUSE)
+
+    def open_stream(
+        self, path: str, headers: Mapping[str, str], *, read_timeout: float
+    ) -> requests.Response:
+        """Open a long-lived answer; the caller reads and closes it.
+
+        Args:
+            path: the escaped path below the base URL.
+            headers: the headers to send.
+            read_timeout: the longest silence to bear, in seconds.
+
+        Raises:
+            NetworkError: the kernel could not be reached.
+            APIError: it answered with an error status.
+        """
+        import requests
+
+        try:
+            response = process_session().get(
+                self.base_url + path,
+                headers={"User-Agent": USER_AGENT, **headers},
+                stream=True,
+                timeout=(CONNECT_TIMEOUT, read_timeout),
+                allow_redirects=False,
+            )
+        except requests.RequestException as exc:
+            raise NetworkError(f"{self.base_url} could not be reached: {exc}") from exc
+        if response.status_code != 200:
+            with response:
+                Answer(
+                    response.status_code, _lower(response.headers), response.content
+                ).raise_for_status()
+        return response
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Callable[[str], Mapping[str, str]],
+        timeout: float,
+    ) -> Answer:
+        from urllib3.util import Timeout
+
+        target = self.prefix + path
+        with _foreign_errors(self.base_url):
+            route = self._current_route()
+            response = route.pool.urlopen(
+                method,
+                route.origin + target,
+                body=body,
+                headers={"User-Agent": USER_AGENT, **route.proxy_headers, **headers(target)},
+                retries=False,
+                redirect=False,
+                assert_same_host=False,
+                timeout=Timeout(connect=min(CONNECT_TIMEOUT, timeout), read=timeout),
+            )
+        return Answer(response.status, _lower(response.headers), response.data)
+
+    def _current_route(self) -> _Route:
+        route = self._route
+        if route is None or route.owner is not _process:
+            route = self._route = self._find_route()
+        return route
+
+    def _find_route(self) -> _Route:
+        import requests
+        from requests.adapters import HTTPAdapter
+        from requests.utils import select_proxy
+        from urllib3 import HTTPConnectionPool
+
+        owner = _process
+        session = process_session()
+        settings = session.merge_environment_settings(self.base_url, {}, False, None, None)
+        request = requests.Request("GET", self.base_url).prepare()
+        adapter = session.get_adapter(self.base_url)
+        assert isinstance(adapter, HTTPAdapter)
+        verify, proxies = settings["verify"], settings["proxies"]
+        cert = settings["cert"]
+        pool = adapter.get_connection_with_tls_context(request, verify, proxies, cert)
+        assert isinstance(pool, HTTPConnectionPool)
+        adapter.cert_verify(pool, self.base_url, verify, cert)  # type: ignore[no-untyped-call]
+        proxy = select_proxy(self.base_url, proxies)
+        told = proxy is not None and adapter.request_url(request, proxies).startswith("http")
+        return _Route(
+            owner,
+            pool,
+            _origin(self.base_url) if told else "",
+            adapter.proxy_headers(proxy) if proxy is not None and told else {},
+        )
+
+
+@contextlib.contextmanager
+def _foreign_errors(base_url: str) -> Iterator[None]:
+    """Translate what requests and urllib3 raise into :class:`NetworkError`."""
+    import requests
+    from urllib3 import exceptions as u3
+
+    try:
+        yield
+    except (u3.HTTPError, requests.RequestException, OSError) as exc:
+        cause = exc.original_error if isinstance(exc, u3.ProxyError) else exc
+        never_arrived = isinstance(cause, (u3.NewConnectionError, u3.ConnectTimeoutError))
+        what = "could not be reached" if never_arrived else "gave no complete answer"
+        raise NetworkError(
+            f"the kernel at {base_url} {what}: {exc}", never_arrived=never_arrived
+        ) from exc
+
+
+def _lower(headers: Mapping[str, str]) -> Mapping[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
+
+
+def _origin(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.partition('/')[0]}"
+
+
+def _stopped_within(stop: threading.Event | None, seconds: float) -> bool:
+    """Wait; tell whether another try has become pointless meanwhile."""
+    if stop is not None:
+        return stop.wait(seconds)
+    time.sleep(seconds)
+    return False
+
+
+def _retry_after(answer: Answer | None) -> float:
+    """Return the seconds that an answer asks to wait; at most the longest pause."""
+    text = answer.headers.get("retry-after", "") if answer is not None else ""
+    return min(float(text), _LONGEST_PAUSE) if text.isascii() and text.isdigit() else 0.0

@@ -1,0 +1,230 @@
+"""The dispatches that one agent holds in one process: queue, worker threads, orderly end.
+
+Threads: one webhook request accepts a dispatch and returns at once; up to ``limit`` daemon
+threads, started as they are needed and ended when idle, run them in the order of arrival; the
+heartbeat thread renews the lease of each from its acceptance to its end.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from .errors import LeaseSuperseded
+from .lease import Heartbeats, Lease
+from .wire import Dispatch
+
+log = logging.getLogger(__name__)
+
+Scope = Callable[[], contextlib.AbstractContextManager[object]]
+#: How long a worker thread waits for something to do before it ends, in seconds.
+IDLE_SECONDS = 10.0
+#: How many ended dispatches are remembered, to know a late repeat of one.
+REMEMBERED = 4096
+
+
+class Acceptance(enum.Enum):
+    """What became of a delivery."""
+
+    TAKEN = enum.auto()
+    REPEATED = enum.auto()
+    CLOSING = enum.auto()
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """One accepted dispatch."""
+
+    dispatch: Dispatch
+    lease: Lease
+    scope: Scope
+
+
+class Workers:
+    """Takes dispatches and runs each on a thread.
+
+    Args:
+        run: runs one dispatch from beginning to end; never raises an ``Exception``.
+        heartbeats: keeps the leases of what is held here.
+        limit: how many dispatches run at once.
+        name: what the threads are called.
+    """
+
+    def __init__(
+        self, run: Callable[[Run], None], heartbeats: Heartbeats, limit: int, name: str
+    ) -> None:
+        self._run = run
+        self._heartbeats = heartbeats
+        self._limit = limit
+        self._name = name
+        self._changed = threading.Condition()
+        self._waiting: collections.deque[Run] = collections.deque()
+        self._running: set[Run] = set()
+        self._latest: collections.OrderedDict[str, Run] = collections.OrderedDict()
+        self._threads = 0
+        self._idle = 0
+        self._started = 0
+        self._closing = False
+
+    def accept(self, dispatch: Dispatch, scope: Scope) -> Acceptance:
+        """Take a delivery, unless it repeats one that is held here or was (PROTOCOL 2).
+
+        Args:
+            dispatch: the body of the webhook.
+            scope: entered around the handler.
+        """
+        with self._changed:
+            if self._closing:
+                return Acceptance.CLOSING
+            if not self._make_way(dispatch):
+                return Acceptance.REPEATED
+            run = Run(dispatch, Lease(dispatch), scope)
+            self._latest[dispatch.dispatch_id] = run
+            self._latest.move_to_end(dispatch.dispatch_id)
+            self._waiting.append(run)
+            self._forget_the_oldest()
+            # The first beat is due within the interval, also while the dispatch waits.
+            self._heartbeats.add(run.lease)
+            if self._idle == 0 and self._threads < self._limit:
+                self._start_thread()
+            self._changed.notify()
+        return Acceptance.TAKEN
+
+    def _make_way(self, dispatch: Dispatch) -> bool:
+        """Tell whether a delivery is new; a newer attempt ends the one it follows."""
+        before = self._latest.get(dispatch.dispatch_id)
+        if before is None:
+            return True
+        active = before in self._running or before in self._waiting
+        then, now = before.dispatch.dispatch_attempt, dispatch.dispatch_attempt
+        if then is None or now is None:
+            # Generation 1 counts no attempts: a dispatch that has ended here comes again
+            # because its lease ran out.
+            return not active
+        if now <= then:
+            return False
+        if active:
+            before.lease.lose(LeaseSuperseded(f"attempt {now} has been dispatched"))
+            self._heartbeats.remove(before.lease)
+            if before in self._waiting:
+                self._waiting.remove(before)
+        return True
+
+    def _forget_the_oldest(self) -> None:
+        while len(self._latest) > REMEMBERED + len(self._running) + len(self._waiting):
+            oldest = next(iter(self._latest.values()))
+            if oldest in self._running or oldest in self._waiting:
+                self._latest.move_to_end(oldest.dispatch.dispatch_id)
+            else:
+                del self._latest[oldest.dispatch.dispatch_id]
+
+    @property
+    def closing(self) -> bool:
+        """Whether :meth:`close` has been called."""
+        return self._closing
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is held here; tell whether that came about in ``timeout`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._running and not self._waiting, timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Take nothing more, let what runs end, and give up what has not ended in time.
+
+        The order: new deliveries are refused; dispatches that have not begun are given up, so
+        that another process gets them when their lease runs out; running handlers get
+        ``timeout`` seconds; what still runs then loses its lease, so that it writes nothing
+        more and another process continues it.
+
+        Returns:
+            Whether every running handler ended in time.
+        """
+        with self._changed:
+            self._closing = True
+            for run in self._waiting:
+                self._give_up(run, "had not begun")
+            self._waiting.clear()
+            self._changed.notify_all()
+            done = self._changed.wait_for(lambda: not self._running, timeout)
+            for run in self._running:
+                self._give_up(run, f"still ran after {timeout:g} s")
+        return done
+
+    def _give_up(self, run: Run, why: str) -> None:
+        log.warning("shutting down: %s %s and is given up", run.lease, why)
+        self._heartbeats.remove(run.lease)
+        run.lease.lose(LeaseSuperseded("this process is shutting down"))
+
+    # Threads
+
+    def _start_thread(self) -> None:
+        self._threads += 1
+        self._started += 1
+        # Daemons: a hung handler must not keep a worker process from ending.
+        threading.Thread(
+            target=self._loop, name=f"{self._name}-{self._started}", daemon=True
+        ).start()
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                run = self._next()
+                if run is None:
+                    self._threads -= 1
+                    return
+                self._running.add(run)
+            try:
+                self._run(run)
+            except BaseException:
+                log.exception("abandoned: %s", run.lease)
+            finally:
+                self._heartbeats.remove(run.lease)
+                with self._changed:
+                    self._running.discard(run)
+                    self._changed.notify_all()
+                del run
+
+    def _next(self) -> Run | None:
+        """Wait for something to run; ``None`` when this thread should end."""
+        deadline = time.monotonic() + IDLE_SECONDS
+        while True:
+            run = self._take()
+            if run is not None:
+                return run
+            left = deadline - time.monotonic()
+            if self._closing or (left <= 0 and not self._waiting):
+                return None
+            self._idle += 1
+            try:
+                self._changed.wait(max(left, 0.05))
+            finally:
+                self._idle -= 1
+
+    def _take(self) -> Run | None:
+        """Take the oldest dispatch that may begin."""
+        for run in list(self._waiting):
+            if run.lease.signal is not None:
+                self._waiting.remove(run)
+                self._heartbeats.remove(run.lease)
+            elif not self._must_wait(run):
+                self._waiting.remove(run)
+                return run
+        return None
+
+    def _must_wait(self, run: Run) -> bool:
+        """Tell whether an earlier dispatch of the same execution is still winding down here.
+
+        After an approval the kernel may dispatch while bodies that ran beside the blocked step
+        are still at work; run again at once they would be taken for lost.
+        """
+        return any(
+            other.dispatch.execution_id == run.dispatch.execution_id
+            and other.dispatch.dispatch_id != run.dispatch.dispatch_id
+            for other in self._running
+        )
