@@ -242,6 +242,7 @@ class ExecutionContext:
             found = resolve(decision, name)
         with self._lock:
             self._seen.add(found.step_id)
+        self._trace("replayed" if isinstance(found, Replayed) else "runs", name, found.step_id)
         return found
 
     def record(self, step_id: str, name: str, result: bytes) -> Replayed:
@@ -278,6 +279,7 @@ class ExecutionContext:
         error: ToolError | None,
     ) -> Replayed:
         if answer.decision == "recorded":
+            self._trace("recorded" if error is None else "failed", name, step_id)
             return Replayed(step_id, value(), error)
         if answer.decision == "replay":
             return replayed(answer, name, step_id)
@@ -330,6 +332,18 @@ class ExecutionContext:
                 body=functools.partial(effect.reconcile, step_id, args),
             )
         )
+
+    def _trace(self, what: str, name: str, step_id: str) -> None:
+        """Say at level DEBUG how each effect goes, for those who want to watch."""
+        if log.isEnabledFor(logging.DEBUG):
+            fields = {
+                "execution_id": self.id,
+                "dispatch_attempt": self.dispatch_attempt,
+                "step_id": step_id,
+                "target": name,
+                "outcome": what,
+            }
+            log.debug("%s %s (step %s)", what, name, step_id, extra=fields)
 
     # Guards
 

@@ -1,0 +1,47 @@
+# Every target sets itself up: a virtual environment in .venv, nothing global.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PEERS := .peers/.ready
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint format bench dev clean
+
+# The main job: an agent that is killed in the middle and finishes all the same.
+demo: $(READY)
+	$(BIN)/python -m examples.licence_report.demo
+
+test: lint $(PEERS)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+
+# A kernel to develop against, on a file in the working directory.
+dev: $(READY)
+	$(BIN)/rebuno-sync dev --db rebuno.sqlite3
+
+$(READY): setup.cfg setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $(READY)
+
+# The official SDK, to test against; tests that need it say so when it cannot be had.
+$(PEERS): tests/peers.py | $(READY)
+	mkdir -p .peers
+	$(BIN)/python -m tests.peers && touch $(PEERS) || echo "the official SDK is not to be had now"
+
+clean:
+	rm -rf $(VENV) .peers .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
