@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from tests.scripted.routes import call_of
 from tests.scripted.serving import wait_until
 
-_FIN_WAIT_2 = 5
+_FIN_WAIT_1 = 4
 _HTML = b"<html><body><h1>Something else lives here</h1></body></html>"
 
 
@@ -50,9 +50,14 @@ class Passed:
     """One request that came by: its call, what spoiled it, and the kernel's status if any."""
 
     call: str
-    target: str
+    head: bytes
+    body: bytes
     fault: Fault | None
     status: int | None
+
+    def header(self, name: str) -> str:
+        """A header's value, empty without it."""
+        return _header(self.head, name)
 
 
 class FaultProxy:
@@ -117,7 +122,7 @@ class FaultProxy:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
                 if hasattr(socket, "TCP_INFO"):
-                    wait_until(lambda c=connection: _tcp_state(c) != _FIN_WAIT_2 - 1)
+                    _until_peer_knows(connection)
 
     def note_refusal(self) -> None:
         """Count a refused connection; the last one that was asked for opens the port again."""
@@ -196,14 +201,14 @@ class FaultProxy:
         while (row := reader.readline()) not in (b"\r\n", b""):
             head += row
         head += b"\r\n"
-        body = reader.read(_content_length(head))
+        body = reader.read(int(_header(head, "Content-Length") or 0))
         method, target, _ = line.decode("latin-1").split(" ")
         call = call_of(method, target)
         with self._changed:
             fault = self._faults.pop((call, self._seen[call]), None)
             self._seen[call] += 1
         status, answer = self._pass_on(method, head, body, fault)
-        self._note(Passed(call, target, fault, status))
+        self._note(Passed(call, head, body, fault, status))
         return self._reply(client, reader, fault, answer)
 
     def _pass_on(
@@ -289,7 +294,7 @@ def counting_refusals(proxy: FaultProxy) -> Iterator[None]:
                 proxy.note_refusal()
             raise
 
-    socket.socket.connect = connect  # type: ignore[method-assign]
+    socket.socket.connect = connect  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -303,16 +308,17 @@ def _bound(address: tuple[str, int]) -> socket.socket:
     return sock
 
 
-def _tcp_state(sock: socket.socket) -> int:
-    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+def _until_peer_knows(sock: socket.socket) -> None:
+    """Wait until the other side's TCP has taken notice that ``sock`` was shut down."""
+    wait_until(lambda: sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _FIN_WAIT_1)
 
 
-def _content_length(head: bytes) -> int:
-    for row in head.split(b"\r\n"):
-        name, _, value = row.partition(b":")
-        if name.strip().lower() == b"content-length":
-            return int(value)
-    return 0
+def _header(head: bytes, wanted: str) -> str:
+    for row in head.decode("latin-1").split("\r\n"):
+        name, _, value = row.partition(":")
+        if name.lower() == wanted.lower():
+            return value.strip()
+    return ""
 
 
 def _page(status: str, content_type: str, body: bytes) -> bytes:

@@ -507,7 +507,7 @@ def _step_json(run: Execution, step: Step) -> dict[str, Any]:
 
 
 def _approval_json(run: Execution, approval: Approval) -> dict[str, Any]:
-    told = {"id": approval.id, "step_id": approval.step_id, "execution_id": run.id}
+    told: dict[str, Any] = {"id": approval.id, "step_id": approval.step_id, "execution_id": run.id}
     for name in ("status", "message", "decided_by", "decided_at", "rationale", "created_at"):
         if value := getattr(approval, name):
             told[name] = value
