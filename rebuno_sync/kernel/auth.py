@@ -1,0 +1,153 @@
+"""Who sends a request: an agent by its signature, a client by its token (PROTOCOL 3)."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import time
+
+from flask import Request
+
+from rebuno_sync import signing, wire
+from rebuno_sync.kernel import refusals
+from rebuno_sync.kernel.ids import parse_id
+from rebuno_sync.kernel.leases import Lease
+from rebuno_sync.kernel.store import Store
+
+_DECIMAL = re.compile(r"[0-9]{1,15}")
+
+
+class Authenticator:
+    """Tells who sends a request.
+
+    Args:
+        store: where the agents' secrets are.
+        bearer_token: what clients must show; ``None`` when they need not.
+        accept_body_signatures: whether a signature over the body alone will do.
+        accept_generation_1: whether agents that know no attempts, and name their dispatch only
+            when they submit a step, are served.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        bearer_token: str | None,
+        accept_body_signatures: bool,
+        accept_generation_1: bool,
+    ) -> None:
+        self._store = store
+        self._token = bearer_token
+        self._accept_body_signatures = accept_body_signatures
+        self._accept_generation_1 = accept_generation_1
+
+    def client(self, request: Request) -> None:
+        """Let a client pass.
+
+        Raises:
+            UnauthorizedError: the token is missing or wrong.
+        """
+        if self._token is None:
+            return
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        expected, given = self._token.encode(), token.strip().encode("utf-8", "surrogatepass")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(expected, given):
+            raise refusals.unauthorized("send the kernel's token: Authorization: Bearer <token>")
+
+    def agent(self, request: Request) -> str:
+        """Return the id of the agent that signed a request.
+
+        Raises:
+            UnauthorizedError: the signature is missing or wrong, or the agent is not registered.
+        """
+        agent_id = request.headers.get(wire.AGENT_ID_HEADER, "")
+        given = request.headers.get(wire.SIGNATURE_HEADER, "")
+        if not agent_id or not given:
+            raise refusals.unauthorized(
+                f"an agent signs its requests: {wire.AGENT_ID_HEADER} and {wire.SIGNATURE_HEADER}"
+            )
+        with self._store.read() as tx:
+            row = tx.one("SELECT secret FROM agents WHERE id = ?", agent_id)
+        secret = None if row is None else row["secret"]
+        if given.startswith(signing.REQUEST_PREFIX):
+            good = secret is not None and self._verify_request(request, secret, given)
+        elif self._accept_body_signatures:
+            good = secret is not None and signing.verify_body(secret, request.get_data(), given)
+        else:
+            raise refusals.unauthorized("this kernel accepts request signatures (v1=) alone")
+        if not good:
+            raise refusals.unauthorized(
+                "the signature is not good: is the agent registered, with this secret?"
+            )
+        return agent_id
+
+    def _verify_request(self, request: Request, secret: str, given: str) -> bool:
+        timestamp = request.headers.get(wire.TIMESTAMP_HEADER, "")
+        if not _DECIMAL.fullmatch(timestamp):
+            raise refusals.unauthorized(f"{wire.TIMESTAMP_HEADER} must be decimal Unix seconds")
+        # The machine's clock, even where a test moved the kernel's: the agent did not move.
+        if abs(time.time() - int(timestamp)) > signing.MAX_CLOCK_SKEW:
+            raise refusals.unauthorized(
+                f"{wire.TIMESTAMP_HEADER} is more than {signing.MAX_CLOCK_SKEW} s off; are the"
+                " clocks of agent and kernel right?"
+            )
+        expected = signing.sign_request(
+            secret,
+            request.method,
+            request.environ["REQUEST_URI"],
+            timestamp,
+            request.get_data(),
+            dispatch_id=request.headers.get(wire.DISPATCH_ID_HEADER, ""),
+            dispatch_attempt=request.headers.get(wire.DISPATCH_ATTEMPT_HEADER, ""),
+        )
+        return signing.same_signature(expected, given)
+
+    def reader(self, request: Request) -> str | None:
+        """Return the id of the agent, or ``None`` for a client: either may read.
+
+        Raises:
+            UnauthorizedError: it is neither.
+        """
+        if wire.SIGNATURE_HEADER in request.headers or wire.AGENT_ID_HEADER in request.headers:
+            return self.agent(request)
+        self.client(request)
+        return None
+
+    def lease(self, request: Request, submission: bool = False) -> Lease:
+        """Return the lease that the headers name.
+
+        Args:
+            submission: whether a step is submitted; even generation 1 names the dispatch then.
+
+        Raises:
+            ValidationError: a header is missing or malformed.
+        """
+        dispatch_id = request.headers.get(wire.DISPATCH_ID_HEADER, "")
+        attempt = request.headers.get(wire.DISPATCH_ATTEMPT_HEADER, "")
+        old = self._accept_generation_1
+        if not dispatch_id and (submission or attempt or not old):
+            raise refusals.invalid(f"the header {wire.DISPATCH_ID_HEADER} is missing")
+        if not attempt and not old:
+            raise refusals.invalid(f"the header {wire.DISPATCH_ATTEMPT_HEADER} is missing")
+        parsed = parse_id(dispatch_id) if dispatch_id else None
+        if dispatch_id and parsed is None:
+            raise refusals.invalid(f"{wire.DISPATCH_ID_HEADER} must be a UUID")
+        if attempt and (not _DECIMAL.fullmatch(attempt) or int(attempt) < 1):
+            raise refusals.invalid(
+                f"{wire.DISPATCH_ATTEMPT_HEADER} must be an integer of at least 1"
+            )
+        return Lease(parsed, int(attempt) if attempt else None)
+
+    def stream_lease(self, request: Request) -> Lease | None:
+        """Return the lease of a live delta; generations 1 and 2 send none.
+
+        Raises:
+            ValidationError: a header is missing or malformed.
+        """
+        unleased = not (
+            wire.DISPATCH_ID_HEADER in request.headers
+            or wire.DISPATCH_ATTEMPT_HEADER in request.headers
+        )
+        signature = request.headers.get(wire.SIGNATURE_HEADER, "")
+        if unleased and signature.startswith(signing.BODY_PREFIX):
+            return None
+        return self.lease(request)

@@ -1,0 +1,196 @@
+"""The threads that deliver dispatches to agents, and see to whatever else becomes due.
+
+One scheduler thread sleeps until the next due time, or until it is woken: by a commit that
+queued something, by a delivery that ended, by a moved clock. Each delivery runs on a thread of
+its own out of a bounded number, and one agent gets a part of them at most, so that a slow
+webhook holds up nobody else's.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+
+import orjson
+import requests
+
+from rebuno_sync import signing, wire
+from rebuno_sync.kernel import approvals, deliveries
+from rebuno_sync.kernel.clock import Clock
+from rebuno_sync.kernel.deliveries import Claim
+from rebuno_sync.kernel.store import Store
+
+_log = logging.getLogger(__name__)
+
+#: How long an agent may take to answer a webhook, in seconds.
+WEBHOOK_TIMEOUT = 30.0
+_MAX_DELIVERIES = 32
+_MAX_DELIVERIES_PER_AGENT = 8
+#: Bounds the sleep, since the wall clock may be set while the scheduler sleeps.
+_LONGEST_SLEEP = 2.0
+_PAUSE_AFTER_ERROR = 0.5
+
+
+class Dispatcher:
+    """Delivers what is queued, from :meth:`start` to :meth:`stop`.
+
+    Args:
+        store: the database.
+        clock: the time; when it is moved, what became due happens before the move returns.
+        lease_timeout: for agents that were registered without one, in seconds.
+    """
+
+    def __init__(self, store: Store, clock: Clock, lease_timeout: float) -> None:
+        self._store = store
+        self._clock = clock
+        self._lease_timeout = lease_timeout
+        self._condition = threading.Condition()
+        self._woken = False
+        self._stopping = False
+        self._in_progress: collections.Counter[str] = collections.Counter()
+        self._scheduling = threading.Lock()
+        self._scheduler: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the scheduler thread."""
+        self._clock.subscribe(self.settle)
+        self._scheduler = threading.Thread(
+            target=self._schedule, name="rebuno-kernel-scheduler", daemon=True
+        )
+        self._scheduler.start()
+
+    def stop(self, timeout: float) -> None:
+        """Start no more deliveries, and wait up to ``timeout`` seconds for those in progress.
+
+        One that takes longer keeps its lease, and its outcome is not recorded: the dispatch is
+        delivered again when the lease runs out.
+        """
+        self._clock.unsubscribe(self.settle)
+        with self._condition:
+            self._stopping = True
+            self._condition.notify_all()
+        if self._scheduler is not None:
+            self._scheduler.join()
+        with self._condition:
+            if not self._condition.wait_for(lambda: not self._in_progress, timeout):
+                _log.warning("%d webhooks are still unanswered", self._in_progress.total())
+
+    def wake(self) -> None:
+        """Tell the scheduler that something may be due sooner than it knew."""
+        with self._condition:
+            self._woken = True
+            self._condition.notify_all()
+
+    def settle(self) -> None:
+        """Do everything that is due by now: leases, approvals, and the start of deliveries."""
+        with self._scheduling:
+            if self._due_in() <= 0:
+                with self._store.write() as tx:
+                    deliveries.reclaim(tx)
+                    approvals.expire(tx)
+                while self._deliver_next():
+                    pass
+
+    def _schedule(self) -> None:
+        while True:
+            try:
+                self.settle()
+                pause = min(self._due_in(), _LONGEST_SLEEP)
+            except Exception:
+                if self._stopping:
+                    return
+                _log.exception("the scheduler failed; it goes on")
+                pause = _PAUSE_AFTER_ERROR
+            with self._condition:
+                self._condition.wait_for(lambda: self._woken or self._stopping, pause)
+                self._woken = False
+                if self._stopping:
+                    return
+
+    def _due_in(self) -> float:
+        """Return the seconds until something is due that can be done now."""
+        busy = self._busy_agents()
+        with self._store.read() as tx:
+            due = deliveries.next_due(tx, busy)
+            return _LONGEST_SLEEP if due is None else due - tx.now
+
+    def _busy_agents(self) -> list[str] | None:
+        """Return the agents that may have no further delivery now; ``None`` for all agents."""
+        with self._condition:
+            if self._stopping or self._in_progress.total() >= _MAX_DELIVERIES:
+                return None
+            return [a for a, n in self._in_progress.items() if n >= _MAX_DELIVERIES_PER_AGENT]
+
+    def _deliver_next(self) -> bool:
+        busy = self._busy_agents()
+        if busy is None:
+            return False
+        with self._store.write() as tx:
+            claim = deliveries.claim(tx, busy, self._lease_timeout)
+        if claim is None:
+            return False
+        with self._condition:
+            self._in_progress[claim.agent_id] += 1
+        threading.Thread(
+            target=self._deliver, args=(claim,), name="rebuno-kernel-webhook", daemon=True
+        ).start()
+        return True
+
+    def _deliver(self, claim: Claim) -> None:
+        try:
+            status = _post(claim)
+            with self._store.write() as tx:
+                if status is not None and 200 <= status < 300:
+                    deliveries.delivered(tx, claim)
+                else:
+                    deliveries.undelivered(tx, claim, answered=status is not None)
+        except Exception:
+            # Not recorded: the lease will run out, and the dispatch be delivered again.
+            if not self._stopping:
+                _log.exception("the outcome of a delivery to %s was lost", claim.agent_id)
+        finally:
+            with self._condition:
+                self._in_progress -= collections.Counter({claim.agent_id: 1})
+                self._woken = True
+                self._condition.notify_all()
+
+
+def _post(claim: Claim) -> int | None:
+    """Post the webhook; return the status, or ``None`` when there was no answer."""
+    if claim.webhook_url is None:
+        _log.warning("agent %s is not registered any more", claim.agent_id)
+        return None
+    body = orjson.dumps(
+        {
+            "execution_id": claim.execution_id,
+            "dispatch_id": claim.dispatch_id,
+            "dispatch_attempt": claim.attempt,
+            "lease_timeout_seconds": claim.lease_timeout,
+        }
+    )
+    headers = {
+        "Content-Type": "application/json",
+        # A kept-alive connection that the agent just closed would look like a failed delivery.
+        "Connection": "close",
+        wire.EXECUTION_ID_HEADER: claim.execution_id,
+        wire.SIGNATURE_HEADER: signing.sign_body(claim.secret, body),
+    }
+    try:
+        with requests.Session() as session:
+            session.trust_env = False  # neither a proxy nor .netrc is meant for a webhook
+            with session.post(
+                claim.webhook_url,
+                data=body,
+                headers=headers,
+                timeout=WEBHOOK_TIMEOUT,
+                allow_redirects=False,
+                stream=True,
+            ) as answer:
+                status = answer.status_code
+    except (requests.RequestException, OSError, ValueError) as exc:
+        _log.warning("the webhook of agent %s did not answer: %s", claim.agent_id, exc)
+        return None
+    if not 200 <= status < 300:
+        _log.warning("the webhook of agent %s answered %d", claim.agent_id, status)
+    return status

@@ -1,0 +1,190 @@
+"""The embedded development kernel: the whole protocol in one process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from flask import Flask
+
+from rebuno_sync.kernel import manifest as manifests
+from rebuno_sync.kernel.api import Api
+from rebuno_sync.kernel.auth import Authenticator
+from rebuno_sync.kernel.clock import Clock
+from rebuno_sync.kernel.dispatch import Dispatcher
+from rebuno_sync.kernel.live import Hub
+from rebuno_sync.kernel.server import Server
+from rebuno_sync.kernel.store import Store
+
+_WEBHOOKS_SECONDS = 0.5
+_REQUESTS_SECONDS = 2.0
+
+
+class EmbeddedKernel:
+    """A Rebuno kernel inside this process, on SQLite; for development and tests.
+
+    It sends generation 3 webhooks and serves agents of generations 2 and 3 (PROTOCOL 9).
+
+    Args:
+        path: the SQLite file; ``None`` keeps everything in memory. A file belongs to one kernel
+            at a time, and what it was doing goes on when it is started again.
+        manifest: agents to register at each start: the path of a YAML file, or what it would
+            hold; see :mod:`rebuno_sync.kernel.manifest`.
+        lease_timeout: for agents that were registered without one, in seconds.
+        bearer_token: what clients must send; ``None`` lets every client in.
+        host: the address to listen on.
+        port: the port to listen on; 0 takes a free one, which :attr:`url` then tells.
+        accept_body_signatures: whether agents may sign the body alone (generations 1 and 2).
+        accept_generation_1: whether agents are served that send no ``Rebuno-Dispatch-Attempt``.
+        clock: the time; by default one of its own, see :meth:`advance`.
+
+    Raises:
+        ManifestError: the manifest cannot be used.
+        ValueError: ``lease_timeout`` is not above 0, or ``bearer_token`` is empty.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        manifest: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        lease_timeout: float = 120.0,
+        bearer_token: str | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        accept_body_signatures: bool = True,
+        accept_generation_1: bool = False,
+        clock: Clock | None = None,
+    ) -> None:
+        if not lease_timeout > 0:
+            raise ValueError(f"lease_timeout must be above 0 seconds, got {lease_timeout!r}")
+        if bearer_token == "":
+            raise ValueError("bearer_token is empty; leave it out to let every client in")
+        self._path = path
+        self._manifest = manifest
+        self._lease_timeout = lease_timeout
+        self._bearer_token = bearer_token
+        self._host = host
+        self._port = port
+        self._accept_body_signatures = accept_body_signatures
+        self._accept_generation_1 = accept_generation_1
+        self._clock = clock or Clock()
+        self._lock = threading.Lock()
+        self._parts: _Parts | None = None
+
+    def start(self) -> EmbeddedKernel:
+        """Start listening and delivering; safe to repeat.
+
+        Raises:
+            StoreError: the database is in use by another kernel or cannot be opened.
+            SchemaError: the database was written by a newer kernel.
+            OSError: the address cannot be listened on.
+        """
+        with self._lock:
+            if self._parts is None:
+                self._parts = self._assemble()
+        return self
+
+    def _assemble(self) -> _Parts:
+        entries = () if self._manifest is None else manifests.load(self._manifest)
+        store = Store(self._path, self._clock)
+        try:
+            with store.write() as tx:
+                manifests.apply(tx, entries)
+            hub = Hub()
+            auth = Authenticator(
+                store,
+                self._bearer_token,
+                self._accept_body_signatures,
+                self._accept_generation_1,
+            )
+            app = Api(store, hub, auth).app()
+            server = Server(app, self._host, self._port)
+        except BaseException:
+            store.close()
+            raise
+        dispatcher = Dispatcher(store, self._clock, self._lease_timeout)
+        store.on_queue = dispatcher.wake
+        server.start()
+        dispatcher.start()
+        return _Parts(store, hub, app, server, dispatcher)
+
+    def stop(self) -> None:
+        """Stop within moments and close every connection; safe to repeat.
+
+        Nothing is lost: leases run on, and what was queued is delivered after the next start.
+        """
+        with self._lock:
+            parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        # Deliveries first: their agents may call back to end them. Then the streams, which would
+        # else count as requests that do not end.
+        parts.dispatcher.stop(_WEBHOOKS_SECONDS)
+        parts.hub.close()
+        parts.server.stop(_REQUESTS_SECONDS)
+        parts.store.close()
+
+    def advance(self, seconds: float) -> None:
+        """Move the kernel's clock forward, for tests.
+
+        Leases that ran out are back in the queue, overdue approvals expired, and deliveries that
+        became due begun, when this returns.
+        """
+        self._clock.advance(seconds)
+
+    @property
+    def url(self) -> str:
+        """The base URL, such as ``http://127.0.0.1:8080``.
+
+        Raises:
+            RuntimeError: the kernel is not running.
+        """
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._running().server.port}"
+
+    @property
+    def app(self) -> Flask:
+        """The WSGI application of the running kernel.
+
+        Raises:
+            RuntimeError: the kernel is not running.
+        """
+        return self._running().app
+
+    def _running(self) -> _Parts:
+        parts = self._parts
+        if parts is None:
+            raise RuntimeError("the kernel is not running; call start(), or use it in a with block")
+        return parts
+
+    def __enter__(self) -> EmbeddedKernel:
+        return self.start()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        state = "stopped" if self._parts is None else self.url
+        return f"<EmbeddedKernel {self._path or 'in memory'} {state}>"
+
+
+class _Parts:
+    """What runs while the kernel runs."""
+
+    def __init__(
+        self, store: Store, hub: Hub, app: Flask, server: Server, dispatcher: Dispatcher
+    ) -> None:
+        self.store = store
+        self.hub = hub
+        self.app = app
+        self.server = server
+        self.dispatcher = dispatcher

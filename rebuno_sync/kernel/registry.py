@@ -1,0 +1,136 @@
+"""Agents and their policies."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from urllib.parse import urlsplit
+
+from rebuno_sync.errors import APIError
+from rebuno_sync.kernel import refusals
+from rebuno_sync.kernel.policy import Bundle, BundleError
+from rebuno_sync.kernel.store import Transaction
+
+_LONGEST_ID = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class NewAgent:
+    """An agent to register. ``lease_timeout`` in seconds, ``None`` for the kernel's own."""
+
+    id: str
+    webhook_url: str
+    secret: str = dataclasses.field(repr=False)
+    lease_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            ValueError: one of them will not do; the message names it.
+        """
+        if not self.id or len(self.id) > _LONGEST_ID:
+            raise ValueError(f"id must be text of 1 to {_LONGEST_ID} characters")
+        if not (self.id.isascii() and self.id.isprintable()) or "/" in self.id:
+            raise ValueError(
+                "id must be printable ASCII without '/': it goes into headers and paths"
+            )
+        if not self.secret:
+            raise ValueError("secret must not be empty: it is what agent and kernel sign with")
+        try:
+            url = urlsplit(self.webhook_url)
+            good = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        except ValueError:
+            good = False
+        if not good:
+            raise ValueError(
+                f"webhook_url must be an http or https URL, got {self.webhook_url!r:.100}"
+            )
+        if self.lease_timeout is not None and not 0 < self.lease_timeout < 1e9:
+            raise ValueError(
+                f"lease_timeout_seconds must be a number above 0, got {self.lease_timeout!r}"
+            )
+
+
+def register(tx: Transaction, agent: NewAgent) -> sqlite3.Row:
+    """Register an agent, or give one that is there a new URL, secret and lease time-out."""
+    tx.run(
+        "INSERT INTO agents (id, webhook_url, secret, lease_timeout, registered_at)"
+        " VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET webhook_url = excluded.webhook_url,"
+        " secret = excluded.secret, lease_timeout = excluded.lease_timeout",
+        agent.id,
+        agent.webhook_url,
+        agent.secret,
+        agent.lease_timeout,
+        tx.now,
+    )
+    return known(tx, agent.id)
+
+
+def known(tx: Transaction, agent_id: str) -> sqlite3.Row:
+    """Return the row of an agent.
+
+    Raises:
+        NotFoundError: there is no such agent.
+    """
+    row = tx.one("SELECT * FROM agents WHERE id = ?", agent_id)
+    if row is None:
+        raise refusals.not_found("agent", agent_id)
+    return row
+
+
+def delete(tx: Transaction, agent_id: str) -> None:
+    """Delete an agent. Its executions stay; what is queued for it can no longer be delivered.
+
+    Raises:
+        NotFoundError: there is no such agent.
+    """
+    known(tx, agent_id)
+    tx.run("DELETE FROM agents WHERE id = ?", agent_id)
+
+
+def set_policy(tx: Transaction, agent_id: str, bundle: str) -> None:
+    """Give an agent the policy bundle ``bundle``, YAML text; the old one stays when it is bad.
+
+    Raises:
+        NotFoundError: there is no such agent.
+        ValidationError: the bundle is malformed.
+    """
+    known(tx, agent_id)
+    check_bundle(bundle)
+    tx.run("UPDATE agents SET policy = ? WHERE id = ?", bundle, agent_id)
+
+
+def clear_policy(tx: Transaction, agent_id: str) -> None:
+    """Let an agent do everything again."""
+    tx.run("UPDATE agents SET policy = NULL WHERE id = ?", agent_id)
+
+
+def check_bundle(bundle: str) -> None:
+    """Raise a ``ValidationError`` when ``bundle`` is malformed."""
+    try:
+        Bundle.parse(bundle)
+    except BundleError as exc:
+        raise bad_bundle(exc) from exc
+
+
+def bad_bundle(exc: BundleError) -> APIError:
+    """Return the refusal of a malformed bundle."""
+    return refusals.invalid(f"invalid policy bundle: {exc}")
+
+
+def describe(
+    tx: Transaction,
+    agent_id: str,
+    description: str | None,
+    input_schema: str | None,
+    output_schema: str | None,
+) -> None:
+    """Store what an agent tells about itself; the schemas are raw JSON."""
+    tx.run(
+        "UPDATE agents SET description = ?, input_schema = ?, output_schema = ? WHERE id = ?",
+        description,
+        input_schema,
+        output_schema,
+        agent_id,
+    )

@@ -1,0 +1,252 @@
+"""The HTTP server of the embedded kernel: a thread for each connection, kept alive."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from werkzeug.serving import DechunkedInput, ThreadedWSGIServer, WSGIRequestHandler
+
+from rebuno_sync.wire import MAX_BODY_BYTES
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import WSGIApplication
+
+_log = logging.getLogger(__name__)
+
+_DECIMAL = re.compile(r"[0-9]{1,18}")
+_NO_BODY = frozenset({204, 304})
+#: How much of a refused body is read, in bytes and seconds, so that the refusal can be seen.
+_MAX_DRAIN = 8 * MAX_BODY_BYTES
+_DRAIN_SECONDS = 5.0
+
+
+class RequestHandler(WSGIRequestHandler):
+    """Serves one connection until either side closes it.
+
+    Connections stay open however long they are idle: an agent whose kept-alive connection closes
+    under a submission has to give up its attempt.
+    """
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.opened(self.connection)
+
+    def finish(self) -> None:
+        self.server.closed(self.connection)
+        super().finish()
+
+    def run_wsgi(self) -> None:
+        """Answer one request. Its body is read first, which leaves the connection clean."""
+        with self.server.busy(self.connection):
+            self._head_sent = False
+            try:
+                body = self._read_body()
+            except ValueError as exc:
+                self.close_connection = True
+                self._respond(
+                    "400 Bad Request", [("Content-Type", "text/plain")], [f"{exc}\n".encode()]
+                )
+                return
+            environ = self.make_environ()
+            environ["wsgi.input"] = io.BytesIO(body)
+            environ.pop("HTTP_TRANSFER_ENCODING", None)
+            environ["CONTENT_LENGTH"] = str(len(body))
+            self._call(self.server.app, environ)
+            if len(body) > MAX_BODY_BYTES:
+                self._drain()
+
+    def _read_body(self) -> bytes:
+        """Return the body, or its first bytes when it is over the limit."""
+        encoding = self.headers.get("Transfer-Encoding", "").strip().lower()
+        length = self.headers.get("Content-Length", "0").strip()
+        if encoding:
+            if encoding != "chunked" or "Content-Length" in self.headers:
+                raise ValueError("send either Content-Length or Transfer-Encoding: chunked")
+            try:
+                chunked = DechunkedInput(self.rfile)  # type: ignore[arg-type]
+                body = io.BufferedReader(chunked).read(MAX_BODY_BYTES + 1)  # type: ignore[type-var]
+            except OSError as exc:
+                raise ValueError(str(exc)) from None
+        else:
+            if not _DECIMAL.fullmatch(length):
+                raise ValueError("Content-Length must be a decimal number")
+            body = self.rfile.read(min(int(length), MAX_BODY_BYTES + 1))
+            if len(body) < min(int(length), MAX_BODY_BYTES + 1):
+                raise ConnectionResetError("the connection closed within a request")
+        if len(body) > MAX_BODY_BYTES:
+            self.close_connection = True
+        return body
+
+    def _drain(self) -> None:
+        # Closing with unread data would reset the connection before the answer is read.
+        self.connection.shutdown(socket.SHUT_WR)
+        self.connection.settimeout(1.0)
+        drained, deadline = 0, time.monotonic() + _DRAIN_SECONDS
+        while drained < _MAX_DRAIN and time.monotonic() < deadline:
+            data = self.rfile.read1(1 << 16)
+            if not data:
+                return
+            drained += len(data)
+
+    def _call(self, app: WSGIApplication, environ: dict[str, Any]) -> None:
+        started: list[Any] = []
+
+        def start_response(
+            status: str, headers: list[tuple[str, str]], exc_info: Any = None
+        ) -> Any:
+            started[:] = [status, headers]
+            return lambda data: self.wfile.write(data)
+
+        chunks = app(environ, start_response)
+        try:
+            status, headers = started
+            self._respond(status, headers, chunks)
+        finally:
+            close = getattr(chunks, "close", None)
+            if close is not None:
+                close()
+
+    def _respond(
+        self, status: str, headers: list[tuple[str, str]], chunks: Iterable[bytes]
+    ) -> None:
+        """Send an answer: in one piece when its length is known, else in chunks."""
+        code = int(status[:3])
+        lines = [f"HTTP/1.1 {status}", f"Date: {self.date_time_string()}"]
+        lines += [f"{name}: {value}" for name, value in headers]
+        sized = code in _NO_BODY or any(name.lower() == "content-length" for name, _ in headers)
+        if not isinstance(chunks, (list, tuple)) and not sized:
+            lines.append("Transfer-Encoding: chunked")
+            self._send_head(lines)
+            for data in chunks:
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self.wfile.write(b"0\r\n\r\n")
+            return
+        body = b"".join(chunks)
+        if not sized:
+            lines.append(f"Content-Length: {len(body)}")
+        self._send_head(lines, b"" if self.command == "HEAD" else body)
+
+    def _send_head(self, lines: list[str], body: bytes = b"") -> None:
+        lines.append("Connection: close" if self.close_connection else "Connection: keep-alive")
+        head = "\r\n".join(lines) + "\r\n\r\n"
+        self.wfile.write(head.encode("latin-1") + body)
+
+    def log(self, type: str, message: str, *args: Any) -> None:
+        """Log what the base class reports, which is broken requests; nobody else's are told."""
+        _log.debug(message.rstrip(), *args)
+
+
+class Server(ThreadedWSGIServer):
+    """Listens on ``host:port``; port 0 takes a free one, which is then ``port``.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+
+    def __init__(self, app: WSGIApplication, host: str, port: int) -> None:
+        self._lock = threading.Condition()
+        self._connections: set[socket.socket] = set()
+        self._busy: set[socket.socket] = set()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        listener = _listen(host, port)
+        with listener:
+            super().__init__(host, port, app, RequestHandler, fd=listener.fileno())
+
+    def start(self) -> None:
+        """Serve on a thread of its own."""
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(0.05,), name="rebuno-kernel-http", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """Accept nothing more, give requests ``timeout`` seconds to end, close all connections."""
+        self.shutdown()
+        if self._thread is not None:
+            self._thread.join()
+        with self._lock:
+            if not self._lock.wait_for(lambda: not self._busy, timeout):
+                _log.warning("%d requests were cut off", len(self._busy))
+            self._stopping = True
+            connections = list(self._connections)
+        for connection in connections:
+            _shut(connection)
+
+    def opened(self, connection: socket.socket) -> None:
+        """Note a connection, so that :meth:`stop` can close it."""
+        with self._lock:
+            self._connections.add(connection)
+            late = self._stopping
+        if late:
+            _shut(connection)
+
+    def closed(self, connection: socket.socket) -> None:
+        """Forget a connection."""
+        with self._lock:
+            self._connections.discard(connection)
+
+    def busy(self, connection: socket.socket) -> _Busy:
+        """Return a context in which a request of this connection is being answered."""
+        return _Busy(self._lock, self._busy, connection)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a new connection on a thread of its own."""
+        threading.Thread(
+            target=self.process_request_thread,
+            args=(request, client_address),
+            name="rebuno-kernel-connection",
+            daemon=True,
+        ).start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log the failure of a connection; a peer that went away is none."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            _log.exception("a connection failed")
+
+
+class _Busy:
+    def __init__(
+        self, lock: threading.Condition, busy: set[socket.socket], connection: socket.socket
+    ) -> None:
+        self._lock, self._set, self._connection = lock, busy, connection
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._set.add(self._connection)
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._set.discard(self._connection)
+            self._lock.notify_all()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError as exc:
+        listener.close()
+        raise OSError(exc.errno, f"cannot listen on {host}:{port}: {exc.strerror}") from exc
+    return listener
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the peer was faster
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,204 @@
+"""The kernel's database: one door for writing, others for reading, one kernel per file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from rebuno_sync.errors import RebunoError
+from rebuno_sync.kernel import schema
+from rebuno_sync.kernel.clock import Clock
+
+_BUSY_SECONDS = 10.0
+
+
+class StoreError(RebunoError):
+    """The database cannot be opened or is closed."""
+
+
+class Transaction:
+    """An open transaction, or a reader.
+
+    Attributes:
+        now: the clock when it began, in seconds since the Unix epoch.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, now: float) -> None:
+        self._connection = connection
+        self.now = now
+        self.queue_changed = False
+
+    def run(self, sql: str, *parameters: Any) -> int:
+        """Execute a statement; return how many rows it changed."""
+        return self._connection.execute(sql, parameters).rowcount
+
+    def one(self, sql: str, *parameters: Any) -> sqlite3.Row | None:
+        """Return the first row, or ``None``."""
+        row: sqlite3.Row | None = self._connection.execute(sql, parameters).fetchone()
+        return row
+
+    def all(self, sql: str, *parameters: Any) -> list[sqlite3.Row]:
+        """Return all rows."""
+        return self._connection.execute(sql, parameters).fetchall()
+
+    def insert(self, table: str, row: dict[str, Any]) -> None:
+        """Insert ``row``, a value for each column."""
+        marks = ",".join("?" * len(row))
+        self._connection.execute(
+            f"INSERT INTO {table} ({','.join(row)}) VALUES ({marks})", tuple(row.values())
+        )
+
+    def insert_many(self, sql: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Execute one statement for each row."""
+        self._connection.executemany(sql, rows)
+
+
+class Store:
+    """A kernel's database in a file, or in memory.
+
+    Writes go through one connection, one transaction at a time. WAL lets readers go on
+    meanwhile, and what was committed survives the death of the process. A file belongs to one
+    kernel: the lock beside it goes with the process that held it, however that ends.
+
+    Args:
+        path: the SQLite file, made when it is not there; ``None`` for memory.
+        clock: tells each transaction the time.
+        on_queue: called after a commit that left something due sooner than before.
+
+    Raises:
+        StoreError: the file is in use by another kernel or cannot be opened.
+        SchemaError: the file was written by a newer kernel.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        clock: Clock,
+        on_queue: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._path = None if path is None else Path(path)
+        self._clock = clock
+        self.on_queue = on_queue
+        self._write_lock = threading.Lock()
+        self._readers: list[sqlite3.Connection] = []
+        self._readers_lock = threading.Lock()
+        self._closed = False
+        self._lock_file = None if self._path is None else _lock(self._path)
+        try:
+            self._writer = self._connect()
+            schema.migrate(self._writer)
+        except BaseException as exc:
+            self.close()
+            if isinstance(exc, sqlite3.Error):
+                raise StoreError(f"cannot open {self._path} as a database: {exc}") from exc
+            raise
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            ":memory:" if self._path is None else self._path,
+            timeout=_BUSY_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
+            cached_statements=256,
+        )
+        connection.row_factory = sqlite3.Row
+        if self._path is not None:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+        return connection
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[Transaction]:
+        """Open the one write transaction; commit at the end, roll back on any exception."""
+        with self._write_lock:
+            self._check_open()
+            self._writer.execute("BEGIN IMMEDIATE")
+            transaction = Transaction(self._writer, self._clock.now())
+            try:
+                yield transaction
+                self._writer.execute("COMMIT")
+            except BaseException:
+                if self._writer.in_transaction:
+                    self._writer.execute("ROLLBACK")
+                raise
+        if transaction.queue_changed:
+            self.on_queue()
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Transaction]:
+        """Open a reader that sees one state of the database throughout."""
+        if self._path is None:  # a database in memory lives in one connection
+            with self._write_lock:
+                self._check_open()
+                yield Transaction(self._writer, self._clock.now())
+            return
+        connection = self._borrow()
+        try:
+            connection.execute("BEGIN")
+            yield Transaction(connection, self._clock.now())
+        finally:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            self._give_back(connection)
+
+    def _borrow(self) -> sqlite3.Connection:
+        with self._readers_lock:
+            self._check_open()
+            if self._readers:
+                return self._readers.pop()
+        return self._connect()
+
+    def _give_back(self, connection: sqlite3.Connection) -> None:
+        with self._readers_lock:
+            if not self._closed:
+                self._readers.append(connection)
+                return
+        connection.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError("the kernel has been stopped")
+
+    def close(self) -> None:
+        """Close the database once the transaction in progress has ended; safe to repeat."""
+        with self._write_lock, self._readers_lock:
+            if self._closed:
+                return
+            self._closed = True
+            for reader in self._readers:
+                reader.close()
+            writer = getattr(self, "_writer", None)
+            if writer is not None:
+                writer.close()
+            if self._lock_file is not None:
+                self._lock_file.close()
+
+
+def _lock(path: Path) -> IO[bytes]:
+    lock_path = path.with_name(path.name + ".lock")
+    try:
+        file = open(lock_path, "ab")  # noqa: SIM115  it stays open as long as the store
+    except OSError as exc:
+        raise StoreError(f"cannot open {lock_path}: {exc.strerror}") from exc
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            file.seek(0)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        file.close()
+        raise StoreError(
+            f"{path} is in use by another kernel; stop that one, or start this one on another file"
+        ) from exc
+    return file
