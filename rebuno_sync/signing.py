@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 
 BODY_PREFIX = "sha256="
@@ -12,7 +11,7 @@ MAX_CLOCK_SKEW = 300
 
 
 def _digest(secret: str, message: bytes) -> str:
-    return hmac.new(secret.encode("utf-8"), message, hashlib.sha256).hexdigest()
+    return hmac.digest(secret.encode("utf-8"), message, "sha256").hex()
 
 
 def sign_body(secret: str, body: bytes) -> str:

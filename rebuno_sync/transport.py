@@ -14,7 +14,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import wire
@@ -23,7 +23,8 @@ from .version import __version__
 
 if TYPE_CHECKING:
     import requests
-    import urllib3
+
+    from .connections import Way
 
 USER_AGENT = f"rebuno-sync/{__version__}"
 #: A kernel that does not take a connection within this many seconds is taken for unreachable.
@@ -47,7 +48,7 @@ class Resend(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A status, headers and a body, whatever they are."""
+    """A status, headers (whatever their case) and a body, whatever they are."""
 
     status: int
     headers: Mapping[str, str]
@@ -118,26 +119,10 @@ def process_session() -> requests.Session:
     process = _process
     with process.lock:
         if process.session is None:
-            import requests
-            from requests.adapters import HTTPAdapter
+            from .connections import new_session
 
-            session = requests.Session()
-            adapter = HTTPAdapter(pool_connections=256, pool_maxsize=128, max_retries=0)
-            session.mount("http://", adapter)
-            session.mount("https://", adapter)
-            process.session = session
+            process.session = new_session()
         return process.session
-
-
-@dataclasses.dataclass(frozen=True)
-class _Route:
-    """How requests to one base URL leave this process."""
-
-    owner: _Process
-    pool: urllib3.HTTPConnectionPool
-    #: Put before a target: the origin when an HTTP proxy must be told it, else nothing.
-    origin: str
-    proxy_headers: Mapping[str, str]
 
 
 class Transport:
@@ -161,7 +146,7 @@ class Transport:
             raise ValueError(f"{base_url!r} has a query or a fragment; a kernel URL has neither")
         self.base_url = base_url.rstrip("/")
         self.timeout = timeout
-        self._route: _Route | None = None
+        self._way: tuple[_Process, Way] | None = None
         self._prefix: str | None = None
 
     @property
@@ -249,9 +234,8 @@ class Transport:
             raise NetworkError(f"{self.base_url} could not be reached: {exc}") from exc
         if response.status_code != 200:
             with response:
-                Answer(
-                    response.status_code, _lower(response.headers), response.content
-                ).raise_for_status()
+                answer = Answer(response.status_code, response.headers, response.content)
+                answer.raise_for_status()
         return response
 
     def _send(
@@ -262,80 +246,37 @@ class Transport:
         headers: Callable[[str], Mapping[str, str]],
         timeout: float,
     ) -> Answer:
-        from urllib3.util import Timeout
+        from .connections import Timeout, network_error
 
         target = self.prefix + path
-        with _foreign_errors(self.base_url):
-            route = self._current_route()
-            response = route.pool.urlopen(
+        given = headers(target)
+        try:
+            way = self._current_way()
+            response = way.pool.urlopen(
                 method,
-                route.origin + target,
+                way.origin + target,
                 body=body,
-                headers={"User-Agent": USER_AGENT, **route.proxy_headers, **headers(target)},
+                headers={"User-Agent": USER_AGENT, **way.proxy_headers, **given},
                 retries=False,
                 redirect=False,
                 assert_same_host=False,
                 timeout=Timeout(connect=min(CONNECT_TIMEOUT, timeout), read=timeout),
             )
-        return Answer(response.status, _lower(response.headers), response.data)
+        except Exception as exc:
+            translated = network_error(exc, self.base_url)
+            if translated is None:
+                raise
+            raise translated from exc
+        return Answer(response.status, response.headers, response.data)
 
-    def _current_route(self) -> _Route:
-        route = self._route
-        if route is None or route.owner is not _process:
-            route = self._route = self._find_route()
-        return route
+    def _current_way(self) -> Way:
+        if self._way is None or self._way[0] is not _process:
+            from .connections import find_way
 
-    def _find_route(self) -> _Route:
-        import requests
-        from requests.adapters import HTTPAdapter
-        from requests.utils import select_proxy
-        from urllib3 import HTTPConnectionPool
-
-        owner = _process
-        session = process_session()
-        settings = session.merge_environment_settings(self.base_url, {}, False, None, None)
-        request = requests.Request("GET", self.base_url).prepare()
-        adapter = session.get_adapter(self.base_url)
-        assert isinstance(adapter, HTTPAdapter)
-        verify, proxies = settings["verify"], settings["proxies"]
-        cert = settings["cert"]
-        pool = adapter.get_connection_with_tls_context(request, verify, proxies, cert)
-        assert isinstance(pool, HTTPConnectionPool)
-        adapter.cert_verify(pool, self.base_url, verify, cert)  # type: ignore[no-untyped-call]
-        proxy = select_proxy(self.base_url, proxies)
-        told = proxy is not None and adapter.request_url(request, proxies).startswith("http")
-        return _Route(
-            owner,
-            pool,
-            _origin(self.base_url) if told else "",
-            adapter.proxy_headers(proxy) if proxy is not None and told else {},
-        )
-
-
-@contextlib.contextmanager
-def _foreign_errors(base_url: str) -> Iterator[None]:
-    """Translate what requests and urllib3 raise into :class:`NetworkError`."""
-    import requests
-    from urllib3 import exceptions as u3
-
-    try:
-        yield
-    except (u3.HTTPError, requests.RequestException, OSError) as exc:
-        cause = exc.original_error if isinstance(exc, u3.ProxyError) else exc
-        never_arrived = isinstance(cause, (u3.NewConnectionError, u3.ConnectTimeoutError))
-        what = "could not be reached" if never_arrived else "gave no complete answer"
-        raise NetworkError(
-            f"the kernel at {base_url} {what}: {exc}", never_arrived=never_arrived
-        ) from exc
-
-
-def _lower(headers: Mapping[str, str]) -> Mapping[str, str]:
-    return {name.lower(): value for name, value in headers.items()}
-
-
-def _origin(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.partition('/')[0]}"
+            # Taken before the session: a fork in between must not mix them up.
+            owner = _process
+            self._way = owner, find_way(process_session(), self.base_url)
+        return self._way[1]
 
 
 def _stopped_within(stop: threading.Event | None, seconds: float) -> bool:

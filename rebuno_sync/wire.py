@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import functools
 import json
 import math
 import uuid
@@ -54,6 +55,7 @@ def execution_path(execution_id: str, *parts: str) -> str:
     return "/v0/executions/" + "/".join(segment(p) for p in (execution_id, *parts))
 
 
+@functools.lru_cache(maxsize=4096)
 def segment(text: str) -> str:
     """Escape one path segment; an id can never reach another route."""
     if text in ("", ".", ".."):
@@ -223,26 +225,25 @@ class Model:
         """
         if not isinstance(data, Mapping):
             raise ValueError(f"expected a JSON object for {cls.__name__}, got {data!r:.80}")
-        known = {f.name: f for f in dataclasses.fields(cls) if f.name != "extra"}
-        fields: dict[str, Any] = {}
-        extra: dict[str, Any] = {}
-        for name, value in data.items():
-            field = known.get(name)
-            if field is None:
-                extra[name] = value
-            elif value is not None or field.default is None:
-                fields[name] = value
+        known = _known_fields(cls)  # type: ignore[arg-type]
+        fields = {n: v for n, v in data.items() if n in known and v is not None}
+        if len(fields) < len(data):
+            fields["extra"] = {n: v for n, v in data.items() if n not in known}
         try:
-            return cls(**fields, extra=extra)
+            return cls(**fields)
         except TypeError:
-            missing = [
-                n
-                for n, f in known.items()
-                if n not in fields
-                and f.default is dataclasses.MISSING
-                and f.default_factory is dataclasses.MISSING
-            ]
+            missing = [name for name, needed in known.items() if needed and name not in fields]
             raise ValueError(f"{cls.__name__} came without {', '.join(missing)}") from None
+
+
+@functools.cache
+def _known_fields(model: type[Model]) -> Mapping[str, bool]:
+    """Return the fields of a model, and whether each must be there."""
+    return {
+        f.name: f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        for f in dataclasses.fields(model)
+        if f.name != "extra"
+    }
 
 
 @dataclasses.dataclass(frozen=True)

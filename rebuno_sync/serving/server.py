@@ -31,12 +31,12 @@ def serve(
         "timeout": int(shutdown_timeout) + 30,
     }
 
-    class Application(BaseApplication):  # type: ignore[misc]
+    class Application(BaseApplication):
         def load_config(self) -> None:
             for name, value in settings.items():
                 self.cfg.set(name, value)
 
-        def load(self) -> Flask:
+        def load(self) -> Any:
             return app
 
     Application().run()

@@ -1,0 +1,113 @@
+"""The requests session that carries kernel calls, and what it knows about proxies and TLS.
+
+Apart from :mod:`.transport` so that ``import rebuno_sync`` does not load requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import requests
+from requests.adapters import HTTPAdapter
+from requests.utils import select_proxy
+from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3 import exceptions as u3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.util import Timeout
+
+from .errors import NetworkError
+
+__all__ = ["Timeout", "Way", "find_way", "network_error", "new_session"]
+
+_MAX_KERNELS, _MAX_CONNECTIONS = 256, 128
+
+
+class _WholeRequests(HTTPConnection):
+    """Sends head and body in one piece: one system call here, one packet on the way."""
+
+    _held: list[Any] | None = None
+
+    def request(self, *args: Any, **kwargs: Any) -> None:
+        self._held = held = []
+        try:
+            super().request(*args, **kwargs)
+        finally:
+            self._held = None
+        super().send(b"".join(held))
+
+    def send(self, data: Any) -> None:
+        if self._held is None:
+            super().send(data)
+        else:
+            self._held.append(data)
+
+
+class _WholeRequestsTLS(_WholeRequests, HTTPSConnection):
+    pass
+
+
+class _Pool(HTTPConnectionPool):
+    ConnectionCls = _WholeRequests
+
+
+class _TLSPool(HTTPSConnectionPool):
+    ConnectionCls = _WholeRequestsTLS
+
+
+class _Adapter(HTTPAdapter):
+    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
+        super().init_poolmanager(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self.poolmanager.pool_classes_by_scheme = {"http": _Pool, "https": _TLSPool}
+
+
+def new_session() -> requests.Session:
+    """Return a session that pools connections and never retries by itself."""
+    session = requests.Session()
+    adapter = _Adapter(pool_connections=_MAX_KERNELS, pool_maxsize=_MAX_CONNECTIONS, max_retries=0)
+    session.mount("http://", adapter)
+    session.mount("https://", adapter)
+    return session
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How requests to one base URL leave this process.
+
+    Attributes:
+        pool: the connections.
+        origin: what goes before a target: the origin where an HTTP proxy must be told it.
+        proxy_headers: what such a proxy wants to see.
+    """
+
+    pool: HTTPConnectionPool
+    origin: str
+    proxy_headers: Mapping[str, str]
+
+
+def find_way(session: requests.Session, base_url: str) -> Way:
+    """Return the way that ``session`` would take, with the environment's proxies and bundles."""
+    settings = session.merge_environment_settings(base_url, {}, False, None, None)
+    request = requests.Request("GET", base_url).prepare()
+    adapter = session.get_adapter(base_url)
+    assert isinstance(adapter, HTTPAdapter)
+    verify, proxies, cert = settings["verify"], settings["proxies"], settings["cert"]
+    pool = adapter.get_connection_with_tls_context(request, verify, proxies, cert)
+    assert isinstance(pool, HTTPConnectionPool)
+    adapter.cert_verify(pool, base_url, verify, cert)  # type: ignore[no-untyped-call]
+    proxy = select_proxy(base_url, proxies)
+    if proxy is None or not adapter.request_url(request, proxies).startswith("http"):
+        return Way(pool, "", {})
+    scheme, _, rest = base_url.partition("://")
+    return Way(pool, f"{scheme}://{rest.partition('/')[0]}", adapter.proxy_headers(proxy))
+
+
+def network_error(exc: Exception, base_url: str) -> NetworkError | None:
+    """Translate what requests and urllib3 raise; ``None`` for what is no failure of theirs."""
+    if not isinstance(exc, (u3.HTTPError, requests.RequestException, OSError)):
+        return None
+    cause = exc.original_error if isinstance(exc, u3.ProxyError) else exc
+    never_arrived = isinstance(cause, (u3.NewConnectionError, u3.ConnectTimeoutError))
+    what = "could not be reached" if never_arrived else "gave no complete answer"
+    return NetworkError(f"the kernel at {base_url} {what}: {exc}", never_arrived=never_arrived)
