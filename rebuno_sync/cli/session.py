@@ -1,0 +1,152 @@
+"""What every command shares: the kernel it speaks to, how it prints, how it ends.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 the kernel is unreachable, 4 the execution was
+cancelled, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from rebuno_sync.cli.output import Output, one_line
+from rebuno_sync.errors import APIError, NetworkError, RebunoError
+
+if TYPE_CHECKING:
+    from rebuno_sync import Client
+    from rebuno_sync.wire import Execution
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Exit(enum.IntEnum):
+    """The exit codes."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    CANCELLED = 4
+    INTERRUPTED = 130
+
+
+_ENDS = {"completed": Exit.DONE, "failed": Exit.FAILED, "cancelled": Exit.CANCELLED}
+#: What a proxy answers for a kernel that is not there.
+_GATEWAY_STATUSES = frozenset({502, 503, 504})
+
+
+def exit_code_of(execution: Execution) -> Exit:
+    """Return the code that stands for how an execution ended."""
+    return _ENDS.get(execution.status, Exit.DONE)
+
+
+class Failure(click.ClickException):
+    """Ends the command with one line on the standard error stream."""
+
+    exit_code = Exit.FAILED
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+
+class Unreachable(Failure):
+    """No kernel answered."""
+
+    exit_code = Exit.UNREACHABLE
+
+
+def failure_of(exc: RebunoError) -> Failure:
+    """Return the failure that an error of the package stands for."""
+    gone = isinstance(exc, APIError) and exc.status_code in _GATEWAY_STATUSES
+    return (Unreachable if gone or isinstance(exc, NetworkError) else Failure)(str(exc))
+
+
+class Session:
+    """The options that hold for every command, wherever on the line they stand."""
+
+    def __init__(self) -> None:
+        self.url: str | None = None
+        self.api_key: str | None = None
+        self.timeout = 35.0
+        self.json = False
+
+    @functools.cached_property
+    def output(self) -> Output:
+        """Where results go."""
+        return Output(json=self.json)
+
+    @functools.cached_property
+    def client(self) -> Client:
+        """The kernel.
+
+        Raises:
+            click.UsageError: there is no URL, or it is not one.
+        """
+        from rebuno_sync import Client
+
+        url = self.url or os.environ.get("REBUNO_URL")
+        if not url:
+            raise click.UsageError("which kernel? Pass --url, or set REBUNO_URL.")
+        try:
+            return Client(url, self.api_key, timeout=self.timeout)
+        except ValueError as exc:
+            raise click.UsageError(str(exc)) from None
+
+
+pass_session = click.make_pass_decorator(Session, ensure=True)
+
+
+def _stored(name: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+    def store(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+        if value is not None:
+            setattr(context.ensure_object(Session), name, value)
+
+    return store
+
+
+def json_option(command: F) -> F:
+    """Add ``--json``."""
+    return click.option(
+        "--json",
+        is_flag=True,
+        default=None,
+        expose_value=False,
+        callback=_stored("json"),
+        help="Print JSON, one object a line.",
+    )(command)
+
+
+def kernel_options(command: F) -> F:
+    """Add ``--json`` and what says which kernel to speak to."""
+    for option in (
+        click.option(
+            "--timeout",
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="SECONDS",
+            expose_value=False,
+            callback=_stored("timeout"),
+            help="How long to wait for an answer; 35 by default.",
+        ),
+        click.option(
+            "--api-key",
+            metavar="TOKEN",
+            expose_value=False,
+            callback=_stored("api_key"),
+            help="The bearer token; REBUNO_API_KEY by default, which others on this machine "
+            "cannot read in the list of processes.",
+        ),
+        click.option(
+            "--url",
+            metavar="URL",
+            expose_value=False,
+            callback=_stored("url"),
+            help="Where the kernel is; REBUNO_URL by default.",
+        ),
+    ):
+        command = option(command)
+    return json_option(command)
