@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from rebuno_sync.kernel.auth import Authenticator
 from rebuno_sync.kernel.bodies import Body
 from rebuno_sync.kernel.ids import parse_id
 from rebuno_sync.kernel.live import Hub
-from rebuno_sync.kernel.store import Store, StoreError
+from rebuno_sync.kernel.store import Store, StoreError, Transaction
 from rebuno_sync.wire import MAX_BODY_BYTES, MAX_STREAM_BYTES, Idempotency, Kind
 
 _log = logging.getLogger(__name__)
@@ -145,16 +146,16 @@ class Api:
         self._auth.client(request)
         after = request.args.get("after_seq", 0, type=int)  # unreadable counts as 0
         with self._store.read() as tx:
-            queries.execution(tx, _execution_id(execution_id))
-            rows = queries.events(tx, execution_id, after, _limit(100, 1000))
+            row = queries.execution(tx, _execution_id(execution_id))
+            rows = queries.events(tx, row["id"], after, _limit(100, 1000))
         return _json([views.event(row) for row in rows])
 
     def watch_stream(self, execution_id: str) -> Response:
         self._auth.client(request)
         with self._store.read() as tx:
-            queries.execution(tx, _execution_id(execution_id))
+            row = queries.execution(tx, _execution_id(execution_id))
         return Response(
-            self._hub.subscribe(execution_id),
+            self._hub.subscribe(row["id"]),
             content_type="text/event-stream",
             headers={"Cache-Control": "no-cache"},
         )
@@ -176,16 +177,16 @@ class Api:
     def list_steps(self, execution_id: str) -> Response:
         agent_id = self._auth.reader(request)
         with self._store.read() as tx:
-            _readable(tx, execution_id, agent_id)
-            rows = queries.steps(tx, execution_id, request.args.get("status") or None)
-        return _json([views.step(row) for row in rows])
+            row = _readable(tx, execution_id, agent_id)
+            steps = queries.steps(tx, row["id"], request.args.get("status") or None)
+        return _json([views.step(step) for step in steps])
 
     def get_step(self, execution_id: str, step_id: str) -> Response:
         agent_id = self._auth.reader(request)
         with self._store.read() as tx:
-            _readable(tx, execution_id, agent_id)
-            row = transitions.known_step(tx, execution_id, step_id)
-        return _json(views.step(row))
+            row = _readable(tx, execution_id, agent_id)
+            step = transitions.known_step(tx, row["id"], step_id)
+        return _json(views.step(step))
 
     # Executions, for their agents
 
@@ -233,9 +234,10 @@ class Api:
             raise refusals.invalid("data is missing")
         if len(data.encode("utf-8", "replace")) > MAX_STREAM_BYTES:
             raise refusals.invalid(f"data is over {MAX_STREAM_BYTES} bytes; send it in parts")
+        id = _execution_id(execution_id)
         with self._store.write() as tx:
-            transitions.streaming(tx, agent_id, _execution_id(execution_id), lease, step_id)
-        self._hub.publish(execution_id, step_id, seq, data)
+            transitions.streaming(tx, agent_id, id, lease, step_id)
+        self._hub.publish(id, step_id, seq, data)
         return _nothing()
 
     def heartbeat(self, execution_id: str) -> Response:
@@ -375,7 +377,7 @@ def _spawned_by(body: Body) -> str | None:
     return body.raw("spawned_by")
 
 
-def _readable(tx: Any, execution_id: str, agent_id: str | None) -> Any:
+def _readable(tx: Transaction, execution_id: str, agent_id: str | None) -> sqlite3.Row:
     if agent_id is None:
         return queries.execution(tx, _execution_id(execution_id))
     return transitions.owned(tx, _execution_id(execution_id), agent_id)

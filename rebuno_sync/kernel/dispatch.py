@@ -54,7 +54,7 @@ class Dispatcher:
 
     def start(self) -> None:
         """Start the scheduler thread."""
-        self._clock.subscribe(self.settle)
+        self._clock.subscribe(self._on_clock_moved)
         self._scheduler = threading.Thread(
             target=self._schedule, name="rebuno-kernel-scheduler", daemon=True
         )
@@ -66,7 +66,7 @@ class Dispatcher:
         One that takes longer keeps its lease, and its outcome is not recorded: the dispatch is
         delivered again when the lease runs out.
         """
-        self._clock.unsubscribe(self.settle)
+        self._clock.unsubscribe(self._on_clock_moved)
         with self._condition:
             self._stopping = True
             self._condition.notify_all()
@@ -91,6 +91,10 @@ class Dispatcher:
                     approvals.expire(tx)
                 while self._deliver_next():
                     pass
+
+    def _on_clock_moved(self) -> None:
+        self.settle()
+        self.wake()  # it sleeps until a time that may have come nearer
 
     def _schedule(self) -> None:
         while True:

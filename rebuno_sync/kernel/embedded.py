@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Mapping
@@ -59,8 +60,10 @@ class EmbeddedKernel:
         accept_generation_1: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        if not lease_timeout > 0:
-            raise ValueError(f"lease_timeout must be above 0 seconds, got {lease_timeout!r}")
+        if not 0 < lease_timeout < math.inf:
+            raise ValueError(
+                f"lease_timeout must be a number of seconds above 0, got {lease_timeout!r}"
+            )
         if bearer_token == "":
             raise ValueError("bearer_token is empty; leave it out to let every client in")
         self._path = path

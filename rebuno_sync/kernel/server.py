@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from werkzeug.serving import DechunkedInput, ThreadedWSGIServer, WSGIRequestHandler
@@ -51,7 +51,6 @@ class RequestHandler(WSGIRequestHandler):
     def run_wsgi(self) -> None:
         """Answer one request. Its body is read first, which leaves the connection clean."""
         with self.server.busy(self.connection):
-            self._head_sent = False
             try:
                 body = self._read_body()
             except ValueError as exc:
@@ -128,16 +127,24 @@ class RequestHandler(WSGIRequestHandler):
         lines += [f"{name}: {value}" for name, value in headers]
         sized = code in _NO_BODY or any(name.lower() == "content-length" for name, _ in headers)
         if not isinstance(chunks, (list, tuple)) and not sized:
-            lines.append("Transfer-Encoding: chunked")
-            self._send_head(lines)
-            for data in chunks:
-                self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
-            self.wfile.write(b"0\r\n\r\n")
+            self._stream(lines, chunks)
             return
         body = b"".join(chunks)
         if not sized:
             lines.append(f"Content-Length: {len(body)}")
         self._send_head(lines, b"" if self.command == "HEAD" else body)
+
+    def _stream(self, lines: list[str], chunks: Iterable[bytes]) -> None:
+        if self.request_version < "HTTP/1.1":
+            self.close_connection = True  # which is how the end of the answer is told then
+            self._send_head(lines)
+            for data in chunks:
+                self.wfile.write(data)
+            return
+        self._send_head([*lines, "Transfer-Encoding: chunked"])
+        for data in chunks:
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.wfile.write(b"0\r\n\r\n")
 
     def _send_head(self, lines: list[str], body: bytes = b"") -> None:
         lines.append("Connection: close" if self.close_connection else "Connection: keep-alive")
@@ -199,9 +206,17 @@ class Server(ThreadedWSGIServer):
         with self._lock:
             self._connections.discard(connection)
 
-    def busy(self, connection: socket.socket) -> _Busy:
-        """Return a context in which a request of this connection is being answered."""
-        return _Busy(self._lock, self._busy, connection)
+    @contextlib.contextmanager
+    def busy(self, connection: socket.socket) -> Iterator[None]:
+        """Mark a connection as having a request answered, which :meth:`stop` waits for."""
+        with self._lock:
+            self._busy.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy.discard(connection)
+                self._lock.notify_all()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a new connection on a thread of its own."""
@@ -216,22 +231,6 @@ class Server(ThreadedWSGIServer):
         """Log the failure of a connection; a peer that went away is none."""
         if not isinstance(sys.exc_info()[1], OSError):
             _log.exception("a connection failed")
-
-
-class _Busy:
-    def __init__(
-        self, lock: threading.Condition, busy: set[socket.socket], connection: socket.socket
-    ) -> None:
-        self._lock, self._set, self._connection = lock, busy, connection
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._set.add(self._connection)
-
-    def __exit__(self, *exc_info: object) -> None:
-        with self._lock:
-            self._set.discard(self._connection)
-            self._lock.notify_all()
 
 
 def _listen(host: str, port: int) -> socket.socket:
