@@ -9,16 +9,15 @@ import click
 
 from rebuno_sync.cli.output import compact, pretty
 from rebuno_sync.cli.session import (
-    Failure,
     Session,
     exit_code_of,
+    for_each,
     kernel_options,
     pass_session,
 )
 from rebuno_sync.cli.timeline import error_text
 from rebuno_sync.cli.times import age_text, between, clock_text, duration_text
-from rebuno_sync.cli.values import read_json
-from rebuno_sync.errors import APIError
+from rebuno_sync.cli.values import id_argument, read_json
 from rebuno_sync.wire import Event, Execution, Step
 
 _STATUSES = ("pending", "running", "blocked", "completed", "failed", "cancelled")
@@ -56,7 +55,7 @@ def _watch_options(command: Any) -> Any:
 
 
 @executions.command()
-@click.argument("agent_id", metavar="AGENT")
+@id_argument("agent_id", "AGENT")
 @click.option(
     "--input",
     "given",
@@ -86,13 +85,17 @@ def create(
 
     With --watch, the exit code says how it ended: 0 completed, 1 failed, 4 cancelled.
     """
-    execution = session.client.create(
-        agent_id,
-        read_json(given),
-        idempotency_key=idempotency_key,
-        session=session_id,
-        on_behalf_of=on_behalf_of,
-    )
+    value = read_json(given)
+    try:
+        execution = session.client.create(
+            agent_id,
+            value,
+            idempotency_key=idempotency_key,
+            session=session_id,
+            on_behalf_of=on_behalf_of,
+        )
+    except TypeError as exc:
+        raise click.UsageError(str(exc)) from None
     if watch:
         _watch(session, execution, **watching)
     if session.json:
@@ -145,7 +148,7 @@ def list_executions(
 
 
 @executions.command()
-@click.argument("execution_id", metavar="EXECUTION")
+@id_argument("execution_id", "EXECUTION")
 @kernel_options
 @pass_session
 def get(session: Session, execution_id: str) -> None:
@@ -180,7 +183,7 @@ def _fields(execution: Execution) -> Iterator[tuple[str, str]]:
 
 
 @executions.command()
-@click.argument("execution_id", metavar="EXECUTION")
+@id_argument("execution_id", "EXECUTION")
 @click.option(
     "--after-seq", type=click.IntRange(min=0), default=0, help="Only events after this one."
 )
@@ -206,7 +209,7 @@ def _payload(event: Event) -> str:
 
 
 @executions.command()
-@click.argument("execution_id", metavar="EXECUTION")
+@id_argument("execution_id", "EXECUTION")
 @click.option("--step", "step_id", default="", metavar="ID", help="One step with all it holds.")
 @kernel_options
 @pass_session
@@ -262,7 +265,7 @@ def _step_fields(step: Step) -> Iterator[tuple[str, str]]:
 
 
 @executions.command()
-@click.argument("execution_id", metavar="EXECUTION")
+@id_argument("execution_id", "EXECUTION")
 @_watch_options
 @kernel_options
 @pass_session
@@ -282,22 +285,9 @@ def _watch(session: Session, execution: Execution, **options: Any) -> NoReturn:
 
 
 @executions.command()
-@click.argument("execution_ids", metavar="EXECUTION...", nargs=-1, required=True)
+@id_argument("execution_ids", "EXECUTION...")
 @kernel_options
 @pass_session
 def cancel(session: Session, execution_ids: Sequence[str]) -> None:
     """Cancel executions."""
-    left = 0
-    for execution_id in execution_ids:
-        try:
-            session.client.cancel(execution_id)
-        except APIError as exc:
-            left += 1
-            session.output.note(f"{execution_id}: {exc}")
-            continue
-        if session.json:
-            session.output.record({"cancelled": execution_id})
-        else:
-            session.output.line("cancelled ", execution_id)
-    if left:
-        raise Failure(f"{left} of {len(execution_ids)} could not be cancelled")
+    for_each(session, execution_ids, session.client.cancel, "cancelled")

@@ -7,8 +7,11 @@ from typing import Any
 
 import click
 
+from rebuno_sync.cli.agents import agents
+from rebuno_sync.cli.approvals import approvals
 from rebuno_sync.cli.dev import dev
 from rebuno_sync.cli.executions import executions
+from rebuno_sync.cli.policies import policy
 from rebuno_sync.cli.session import Exit, failure_of, kernel_options
 from rebuno_sync.errors import RebunoError
 from rebuno_sync.version import __version__
@@ -16,6 +19,14 @@ from rebuno_sync.version import __version__
 
 class Root(click.Group):
     """Turns the errors that are to be expected into one line and an exit code."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        for arg in args:
+            try:
+                arg.encode("utf-8")
+            except UnicodeEncodeError:
+                raise click.UsageError(f"the argument {arg!a} is not UTF-8", context) from None
+        return super().parse_args(context, args)
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -42,5 +53,5 @@ def root() -> None:
     """
 
 
-root.add_command(dev)
-root.add_command(executions)
+for _command in (dev, executions, approvals, agents, policy):
+    root.add_command(_command)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -150,3 +150,29 @@ def kernel_options(command: F) -> F:
     ):
         command = option(command)
     return json_option(command)
+
+
+def for_each(session: Session, ids: Sequence[str], act: Callable[[str], None], done: str) -> None:
+    """Do the same to several things, as far as the kernel lets.
+
+    Args:
+        act: does it to one.
+        done: what to say of one that it was done to, such as ``"cancelled"``.
+
+    Raises:
+        Failure: the kernel refused some; each has been told by then.
+    """
+    refused = 0
+    for id in ids:
+        try:
+            act(id)
+        except APIError as exc:
+            refused += 1
+            session.output.note(f"{id}: {one_line(str(exc))}")
+            continue
+        if session.json:
+            session.output.record({"id": id, "done": done})
+        else:
+            session.output.line(f"{done} ", id)
+    if refused:
+        raise Failure(f"{refused} of {len(ids)} could not be {done}")

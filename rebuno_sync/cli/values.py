@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
 from rebuno_sync import wire
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def id_argument(name: str, metavar: str) -> Callable[[F], F]:
+    """Return an argument that takes one id, or several where ``metavar`` ends in dots."""
+    several = metavar.endswith("...")
+    return click.argument(
+        name, metavar=metavar, callback=_checked_ids, nargs=-1 if several else 1, required=True
+    )
+
+
+def _checked_ids(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    for id in value if isinstance(value, tuple) else (value,):
+        try:
+            wire.segment(id)
+        except ValueError as exc:
+            raise click.BadParameter(str(exc)) from None
+    return value
 
 
 def read_text(source: str) -> str:

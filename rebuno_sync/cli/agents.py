@@ -1,0 +1,117 @@
+"""``rebuno-sync agents``: which agents a kernel knows."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from rebuno_sync.cli.session import Session, for_each, kernel_options, pass_session
+from rebuno_sync.cli.times import age_text
+from rebuno_sync.cli.values import id_argument, read_text
+
+_SECRET_VARIABLE = "REBUNO_AGENT_SECRET"
+
+
+@click.group()
+@kernel_options
+def agents() -> None:
+    """Agents: list, register, remove."""
+
+
+@agents.command("ls")
+@kernel_options
+@pass_session
+def list_agents(session: Session) -> None:
+    """List the registered agents."""
+    found = session.client.agents()
+    if session.json:
+        for agent in found:
+            session.output.record(agent)
+        return
+    session.output.table(
+        ("id", "webhook", "lease", "policy", "registered"),
+        (
+            (
+                a.id,
+                a.webhook_url,
+                "" if a.lease_timeout_seconds is None else f"{a.lease_timeout_seconds:g} s",
+                "yes" if a.policy_bundle else "",
+                age_text(a.registered_at),
+            )
+            for a in found
+        ),
+        empty="No agent is registered.",
+    )
+
+
+@agents.command()
+@id_argument("agent_id", "AGENT")
+@click.argument("webhook_url", metavar="WEBHOOK_URL")
+@click.option(
+    "--secret-env",
+    default=_SECRET_VARIABLE,
+    show_default=True,
+    metavar="NAME",
+    help="The environment variable that holds the secret.",
+)
+@click.option("--secret-file", metavar="FILE", help="The file that holds it; - for the input.")
+@click.option("--secret", metavar="TEXT", help="The secret itself; others here can read it.")
+@click.option(
+    "--lease-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="How long its leases last; needs a kernel of generation 3.",
+)
+@kernel_options
+@pass_session
+def add(
+    session: Session,
+    agent_id: str,
+    webhook_url: str,
+    secret_env: str,
+    secret_file: str | None,
+    secret: str | None,
+    lease_timeout: float | None,
+) -> None:
+    """Register AGENT, or change its registration.
+
+    The kernel posts its dispatches to WEBHOOK_URL, signed with the secret.
+    """
+    agent = session.client.register_agent(
+        agent_id,
+        webhook_url,
+        _secret(secret, secret_file, secret_env),
+        lease_timeout_seconds=lease_timeout,
+    )
+    if session.json:
+        session.output.record(agent)
+    else:
+        session.output.line("registered ", agent.id, "  ", agent.webhook_url or webhook_url)
+
+
+def _secret(given: str | None, file: str | None, variable: str) -> str:
+    if given is not None and file is not None:
+        raise click.UsageError("give the secret with --secret or --secret-file, not both")
+    if given is None and file is not None:
+        given = read_text(file).rstrip("\r\n")
+    if given is None:
+        given = os.environ.get(variable)
+    if given is None and sys.stdin.isatty():
+        given = click.prompt("Secret", hide_input=True, err=True)
+    if not given:
+        raise click.UsageError(
+            f"the secret is missing or empty: set {variable}, or pass --secret-file"
+        )
+    return given
+
+
+@agents.command()
+@id_argument("agent_ids", "AGENT...")
+@kernel_options
+@pass_session
+def rm(session: Session, agent_ids: Sequence[str]) -> None:
+    """Remove agents."""
+    for_each(session, agent_ids, session.client.delete_agent, "removed")
