@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rebuno_sync import Agent
-from tests.scripted import ScriptedKernel
+from rebuno_sync import Agent, Client
+from rebuno_sync.kernel import EmbeddedKernel
+from tests.scripted import ScriptedKernel, wait_until
 from tests.scripted.state import TERMINAL, Execution
 
 AGENT = "a1"
@@ -70,3 +71,46 @@ def _scripted_steps(run: Execution) -> dict[str, list[dict[str, Any]]]:
     for row in run.steps.values():
         found.setdefault(row.target, []).append({"step_id": row.step_id, "status": row.status})
     return found
+
+
+class EmbeddedSide:
+    """The embedded kernel: a dispatch comes again when its clock is moved past the lease."""
+
+    LEASE = 120.0
+
+    def __init__(self, kernel: EmbeddedKernel, client: Client) -> None:
+        self._kernel = kernel
+        self._client = client
+        self.url = kernel.url
+
+    def start(self, webhook_url: str, input: Any) -> str:
+        self._client.register_agent(AGENT, webhook_url, SECRET, lease_timeout_seconds=self.LEASE)
+        return self._client.create(AGENT, input).id
+
+    def settle(self, execution_id: str, agent: Agent) -> Outcome:
+        attempts = 0
+        while True:
+            attempts = self._delivered(execution_id, attempts)
+            assert agent.join(timeout=60)
+            found = self._client.get(execution_id)
+            if found.done:
+                break
+            assert attempts < MOST_ATTEMPTS, "no end in sight"
+            self._kernel.advance(self.LEASE + 1)
+        steps: dict[str, list[dict[str, Any]]] = {}
+        for row in self._client.steps(execution_id):
+            steps.setdefault(row.target, []).append({"step_id": row.step_id, "status": row.status})
+        return Outcome(found.status, found.output, found.failure_reason, steps, attempts)
+
+    def _delivered(self, execution_id: str, before: int) -> int:
+        """Wait until a later attempt than ``before`` has been taken by the agent."""
+
+        def latest() -> int:
+            taken = [
+                event.payload["attempt"]
+                for event in self._client.events(execution_id)
+                if event.type == "dispatch.acked"
+            ]
+            return taken[-1] if taken and taken[-1] > before else 0
+
+        return int(wait_until(latest, what=f"attempt {before + 1} was not delivered"))

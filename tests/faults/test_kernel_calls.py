@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from rebuno_sync import Agent, ToolError, step, tool
+from rebuno_sync import Agent, Client, ToolError, step, tool
+from rebuno_sync.kernel import EmbeddedKernel
 from tests.faults.proxy import Fault, FaultProxy, counting_refusals
-from tests.faults.sides import AGENT, SECRET, Outcome, ScriptedSide, Side
+from tests.faults.sides import AGENT, SECRET, EmbeddedSide, Outcome, ScriptedSide, Side
 from tests.scripted import GENERATION_3, ScriptedKernel, served
 
 
@@ -111,10 +112,14 @@ class Trial:
         assert {rows[0]["status"] for rows in outcome.steps.values()} <= {"succeeded", "failed"}
 
 
-@pytest.fixture
-def side() -> Iterator[Side]:
-    with ScriptedKernel(GENERATION_3, agent_id=AGENT, secret=SECRET) as kernel:
-        yield ScriptedSide(kernel)
+@pytest.fixture(params=["scripted", "embedded"])
+def side(request: pytest.FixtureRequest) -> Iterator[Side]:
+    if request.param == "scripted":
+        with ScriptedKernel(GENERATION_3, agent_id=AGENT, secret=SECRET) as scripted:
+            yield ScriptedSide(scripted)
+    else:
+        with EmbeddedKernel() as embedded, Client(embedded.url) as client:
+            yield EmbeddedSide(embedded, client)
 
 
 @pytest.fixture(params=SPOILINGS, ids=lambda s: s.value)
