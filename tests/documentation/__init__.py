@@ -1,0 +1,1 @@
+"""Runs the examples of README.md and docs/ as a reader would."""

@@ -1,0 +1,49 @@
+"""Finds the code blocks of a Markdown page.
+
+A block is run unless the line before it is ``<!-- not run: why -->``. A ``text`` block right after
+a ``python`` block is what that one must print.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_FENCE = re.compile(r"^(\s*)```(\w*)\s*$")
+_NOT_RUN = re.compile(r"^\s*<!-- not run: \S.* -->\s*$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One fenced block: its language, its text, the line it begins on, and whether to run it."""
+
+    language: str
+    text: str
+    line: int
+    run: bool
+
+
+def pages() -> list[Path]:
+    """Return every page that may have examples."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(page: Path) -> list[Block]:
+    """Return the fenced blocks of a page, in order."""
+    found: list[Block] = []
+    lines = page.read_text(encoding="utf-8").splitlines()
+    at = 0
+    while at < len(lines):
+        opening = _FENCE.match(lines[at])
+        if opening is None:
+            at += 1
+            continue
+        indent, language = opening.groups()
+        end = next(i for i in range(at + 1, len(lines)) if lines[i].strip() == "```")
+        body = "\n".join(line.removeprefix(indent) for line in lines[at + 1 : end]) + "\n"
+        before = next((line for line in reversed(lines[:at]) if line.strip()), "")
+        found.append(Block(language, body, at + 2, not _NOT_RUN.match(before)))
+        at = end + 1
+    return found
