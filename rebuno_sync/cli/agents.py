@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-from rebuno_sync.cli.session import Session, for_each, kernel_options, pass_session
+from rebuno_sync.cli.session import Misuse, Session, for_each, kernel_options, pass_session
 from rebuno_sync.cli.times import age_text
 from rebuno_sync.cli.values import id_argument, read_text
 
@@ -94,7 +94,7 @@ def add(
 
 def _secret(given: str | None, file: str | None, variable: str) -> str:
     if given is not None and file is not None:
-        raise click.UsageError("give the secret with --secret or --secret-file, not both")
+        raise Misuse("give the secret with --secret or --secret-file, not both")
     if given is None and file is not None:
         given = read_text(file).rstrip("\r\n")
     if given is None:
@@ -102,9 +102,7 @@ def _secret(given: str | None, file: str | None, variable: str) -> str:
     if given is None and sys.stdin.isatty():
         given = click.prompt("Secret", hide_input=True, err=True)
     if not given:
-        raise click.UsageError(
-            f"the secret is missing or empty: set {variable}, or pass --secret-file"
-        )
+        raise Misuse(f"the secret is missing or empty: set {variable}, or pass --secret-file")
     return given
 
 

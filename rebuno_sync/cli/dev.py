@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rebuno_sync.cli.session import Exit, Failure, Session, json_option, pass_session
+from rebuno_sync.cli.feed import Feed
+from rebuno_sync.cli.session import Exit, Failure, Misuse, Session, json_option, pass_session
 from rebuno_sync.errors import RebunoError
 
 if TYPE_CHECKING:
     from rebuno_sync.kernel import EmbeddedKernel
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_LAST_LINES_SECONDS = 2.0
 
 
 def _address(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, int]:
@@ -61,7 +63,7 @@ def _address(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option(
     "--bearer-token",
     metavar="TOKEN",
-    help="What clients must send; others here can read it.",
+    help="What clients must send; others on this machine can read it in the list of processes.",
 )
 @click.option(
     "--bearer-token-env", metavar="NAME", help="The environment variable that holds the token."
@@ -72,6 +74,7 @@ def _address(context: click.Context, parameter: click.Parameter, value: str) -> 
     help="Refuse agents that sign the body alone, as kernels of generation 3 do.",
 )
 @click.option("--accept-generation-1", is_flag=True, help="Serve agents that send no attempt.")
+@click.option("--quiet", is_flag=True, help="Print the URL and nothing of what happens.")
 @json_option
 @pass_session
 def dev(
@@ -84,6 +87,7 @@ def dev(
     bearer_token_env: str | None,
     refuse_body_signatures: bool,
     accept_generation_1: bool,
+    quiet: bool,
 ) -> None:
     """Serve the embedded kernel until SIGINT or SIGTERM.
 
@@ -106,42 +110,42 @@ def dev(
         )
         with _told_to_stop() as stop:
             kernel.start()
+            feed = None if quiet else Feed(kernel.activity(), session.output)
+            _begin(session, kernel, db, host, token)
             try:
-                _begin(session, kernel, db, host, token)
+                if feed is not None:
+                    feed.start()
                 stop.wait()
             finally:
+                written = feed is None or feed.stop(_LAST_LINES_SECONDS)
                 kernel.stop()
     except (RebunoError, ValueError, OSError) as exc:
-        raise Failure(_why(exc)) from exc
+        raise Failure(str(getattr(exc, "strerror", None) or exc)) from exc
+    if not written:
+        # Nobody reads what we print, and the interpreter would wait for it for ever.
+        os._exit(Exit.DONE)
     session.output.note("stopped")
 
 
 def _token(given: str | None, variable: str | None) -> str | None:
     if given is not None and variable is not None:
-        raise click.UsageError("give the token with --bearer-token or --bearer-token-env, not both")
+        raise Misuse("give the token with --bearer-token or --bearer-token-env, not both")
     if variable is None:
         return given
     token = os.environ.get(variable)
     if not token:
-        raise click.UsageError(f"--bearer-token-env: the variable {variable} is not set")
+        raise Misuse(f"--bearer-token-env: the variable {variable} is not set")
     return token
-
-
-def _why(exc: Exception) -> str:
-    return (exc.strerror or str(exc)) if isinstance(exc, OSError) else str(exc)
 
 
 def _begin(
     session: Session, kernel: EmbeddedKernel, db: Path | None, host: str, token: str | None
 ) -> None:
     if session.json:
-        session.output.record(
-            {"kernel": {"url": kernel.url, "db": None if db is None else str(db)}}
-        )
+        where = None if db is None else str(db)
+        session.output.record({"kernel": {"url": kernel.url, "db": where}})
     else:
-        where = (
-            f"keeps everything in {db}" if db else "keeps everything in memory; give it --db FILE"
-        )
+        where = f"keeps everything in {db}" if db else "keeps it all in memory; --db FILE keeps it"
         session.output.line(("kernel ", "bold"), kernel.url, (f"  {where}", "dim"))
     if host not in _LOOPBACK and token is None:
         session.output.note(

@@ -9,6 +9,7 @@ import click
 
 from rebuno_sync.cli.output import compact, pretty
 from rebuno_sync.cli.session import (
+    Misuse,
     Session,
     exit_code_of,
     for_each,
@@ -95,7 +96,7 @@ def create(
             on_behalf_of=on_behalf_of,
         )
     except TypeError as exc:
-        raise click.UsageError(str(exc)) from None
+        raise Misuse(str(exc)) from None
     if watch:
         _watch(session, execution, **watching)
     if session.json:

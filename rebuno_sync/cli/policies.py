@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rebuno_sync.cli.session import Exit, Failure, Session, kernel_options, pass_session
+from rebuno_sync.cli.session import Exit, Failure, Misuse, Session, kernel_options, pass_session
 from rebuno_sync.cli.times import duration_text
 from rebuno_sync.cli.values import id_argument, read_text
 
@@ -91,7 +91,7 @@ def _cases_of_file(file: str | None, agent_id: str | None) -> list[Case]:
     try:
         cases = parse_cases(read_text(file))
     except CasesError as exc:
-        raise click.UsageError(f"{file}: {exc}") from None
+        raise Misuse(f"{file}: {exc}") from None
     return [c if c.agent_id else dataclasses.replace(c, agent_id=agent_id or "") for c in cases]
 
 

@@ -54,6 +54,12 @@ class Failure(click.ClickException):
         super().__init__(one_line(message))
 
 
+class Misuse(Failure):
+    """What was given makes no sense."""
+
+    exit_code = Exit.USAGE
+
+
 class Unreachable(Failure):
     """No kernel answered."""
 
@@ -85,17 +91,17 @@ class Session:
         """The kernel.
 
         Raises:
-            click.UsageError: there is no URL, or it is not one.
+            Misuse: there is no URL, or it is not one.
         """
         from rebuno_sync import Client
 
         url = self.url or os.environ.get("REBUNO_URL")
         if not url:
-            raise click.UsageError("which kernel? Pass --url, or set REBUNO_URL.")
+            raise Misuse("which kernel? Pass --url, or set REBUNO_URL.")
         try:
             return Client(url, self.api_key, timeout=self.timeout)
         except ValueError as exc:
-            raise click.UsageError(str(exc)) from None
+            raise Misuse(str(exc)) from None
 
 
 pass_session = click.make_pass_decorator(Session, ensure=True)

@@ -63,5 +63,9 @@ def duration_text(seconds: float | None) -> str:
     whole = round(seconds)
     for unit, size, below, part in (("d", 86400, "h", 3600), ("h", 3600, "m", 60)):
         if whole >= size:
-            return f"{whole // size} {unit} {whole % size // part} {below}"
-    return f"{whole // 60} m {whole % 60} s"
+            return _two(whole // size, unit, whole % size // part, below)
+    return _two(whole // 60, "m", whole % 60, "s")
+
+
+def _two(many: int, unit: str, few: int, below: str) -> str:
+    return f"{many} {unit} {few} {below}" if few else f"{many} {unit}"

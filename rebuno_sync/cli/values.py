@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from rebuno_sync import wire
+from rebuno_sync.cli.session import Misuse
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,7 +35,7 @@ def read_text(source: str) -> str:
     """Return the text of a file, or of the standard input for ``-``.
 
     Raises:
-        click.UsageError: it cannot be read, or is not UTF-8.
+        Misuse: it cannot be read, or is not UTF-8.
     """
     name = "the standard input" if source == "-" else source
     try:
@@ -45,16 +46,16 @@ def read_text(source: str) -> str:
                 data = file.read()
         return data.decode("utf-8-sig")
     except OSError as exc:
-        raise click.UsageError(f"cannot read {name}: {exc.strerror}") from None
+        raise Misuse(f"cannot read {name}: {exc.strerror}") from None
     except UnicodeDecodeError as exc:
-        raise click.UsageError(f"{name} is not UTF-8: {exc}") from None
+        raise Misuse(f"{name} is not UTF-8: {exc}") from None
 
 
 def read_json(given: str) -> Any:
     """Return what ``--input`` means: JSON itself, ``@file``, or ``-`` for the standard input.
 
     Raises:
-        click.UsageError: it is not JSON, or cannot be read.
+        Misuse: it is not JSON, or cannot be read.
     """
     if given == "-":
         name, text = "the standard input", read_text("-")
@@ -66,7 +67,7 @@ def read_json(given: str) -> Any:
         return wire.decode(text.encode("utf-8", "surrogateescape"))
     except ValueError as exc:
         hint = "" if name != "--input" else "; text needs its quotes: --input '\"hello\"'"
-        raise click.UsageError(f"{name} is not JSON: {exc}{hint}") from None
+        raise Misuse(f"{name} is not JSON: {exc}{hint}") from None
 
 
 def is_interactive() -> bool:

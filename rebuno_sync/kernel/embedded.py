@@ -12,6 +12,7 @@ from typing import Any
 from flask import Flask
 
 from rebuno_sync.kernel import manifest as manifests
+from rebuno_sync.kernel.activity import Activity
 from rebuno_sync.kernel.api import Api
 from rebuno_sync.kernel.auth import Authenticator
 from rebuno_sync.kernel.clock import Clock
@@ -138,6 +139,14 @@ class EmbeddedKernel:
         became due begun, when this returns.
         """
         self._clock.advance(seconds)
+
+    def activity(self) -> Activity:
+        """Return the events of every execution from now on.
+
+        Raises:
+            RuntimeError: the kernel is not running.
+        """
+        return Activity(self._running().store)
 
     @property
     def url(self) -> str:
