@@ -169,6 +169,25 @@ MIGRATIONS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
             """,
         ),
     ),
+    (
+        "0002_submissions",
+        (
+            """
+            CREATE TABLE submissions (
+                execution_id TEXT NOT NULL,
+                dispatch_seq INTEGER NOT NULL,
+                attempt INTEGER NOT NULL,
+                step_id TEXT NOT NULL,
+                kind TEXT NOT NULL,
+                target TEXT NOT NULL,
+                decision TEXT NOT NULL,
+                submitted_at REAL NOT NULL,
+                PRIMARY KEY (execution_id, dispatch_seq, attempt, step_id)
+            ) WITHOUT ROWID
+            """,
+            "CREATE INDEX executions_by_status ON executions (status, seq)",
+        ),
+    ),
 )
 
 

@@ -13,7 +13,15 @@ from typing import Any, Final
 
 import orjson
 
-from rebuno_sync.kernel import approvals, events, identity, leases, limits, refusals
+from rebuno_sync.kernel import (
+    approvals,
+    events,
+    identity,
+    leases,
+    limits,
+    refusals,
+    submissions,
+)
 from rebuno_sync.kernel.ids import new_id
 from rebuno_sync.kernel.leases import Lease
 from rebuno_sync.kernel.policy import PERMISSIVE, Bundle, Verdict
@@ -125,6 +133,7 @@ def submit(
         answer, counts = _decide_new(tx, execution, step_id, occurrence, submission)
     if counts:
         _count(tx, execution_id, submission, occurrence + 1)
+    submissions.note(tx, dispatch, step_id, submission.kind, submission.target, answer["decision"])
     return answer
 
 
