@@ -130,18 +130,35 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def argument_text(value: Any) -> str:
     """Return the text that a decoded argument is compared as: Go's ``%v`` of it."""
+    written: list[str] = []
+    # Values still to write, the next one last; text that stands between them is in a tuple.
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, tuple):
+            written.append(value[0])
+        elif isinstance(value, list):
+            waiting.append(("]",))
+            for position, item in reversed(list(enumerate(value))):
+                waiting += [item, (" ",)] if position else [item]
+            written.append("[")
+        elif isinstance(value, dict):
+            waiting.append(("]",))
+            # Go sorts by UTF-8 bytes, which is the order of code points.
+            for position, key in reversed(list(enumerate(sorted(value)))):
+                waiting += [value[key], (f" {key}:" if position else f"{key}:",)]
+            written.append("map[")
+        else:
+            written.append(_scalar_text(value))
+    return "".join(written)
+
+
+def _scalar_text(value: Any) -> str:
     if isinstance(value, str):
         return valid_text(value)
-    if value is None:
-        return "<nil>"
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, float):
-        return _number_text(value)
-    if isinstance(value, list):
-        return f"[{' '.join(map(argument_text, value))}]"
-    # Go sorts by UTF-8 bytes, which is the order of code points.
-    return f"map[{' '.join(f'{key}:{argument_text(value[key])}' for key in sorted(value))}]"
+    return "<nil>" if value is None else _number_text(value)
 
 
 def _number_text(value: float) -> str:

@@ -271,6 +271,28 @@ def test_step_left_running_when_the_execution_blocked(kernel: Kernel) -> None:
     assert ok(following.complete_step(running, 2)) == {"decision": "recorded"}
 
 
+def test_outcome_of_the_retired_dispatch_after_the_resumption(kernel: Kernel) -> None:
+    """4: its dispatch and attempt still match, so the outcome is recorded, and replayed."""
+    attempt = kernel.agent(policy=policy()).start()
+    running = attempt.proceed("t-par")
+    done(Waiting(attempt).decide("grant", decided_by="ann"))
+    following = attempt.next()
+    assert ok(attempt.complete_step(running, {"late": 1})) == {"decision": "recorded"}
+    assert following.decision("t-par")["result"] == {"late": 1}
+
+
+def test_the_retired_dispatch_after_the_resumption(waiting: Waiting) -> None:
+    """7: the new dispatch has the lease: 409 for whatever else the earlier one sends."""
+    earlier = waiting.attempt
+    done(waiting.decide("grant", decided_by="ann"))
+    following = earlier.next()
+    refused(earlier.submit("t"), 409, "lease_superseded")
+    refused(earlier.heartbeat(), 409, "lease_superseded")
+    refused(earlier.complete(1), 409, "lease_superseded")
+    done(following.heartbeat())
+    assert [row["target"] for row in following.steps()] == ["ask"]
+
+
 def test_one_approval_after_another(waiting: Waiting) -> None:
     """7: each approval has a dispatch of its own; what was recorded is replayed."""
     done(waiting.decide("grant", decided_by="ann"))

@@ -6,11 +6,20 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
-from itertools import pairwise
 
 import pytest
 
-from tests.conformance.driver import Agent, Attempt, Delivery, Kernel, done, ok, refused
+from tests.conformance.driver import (
+    WAIT,
+    Agent,
+    Attempt,
+    Delivery,
+    Kernel,
+    done,
+    ok,
+    refused,
+    wait_until,
+)
 
 
 def occurred(event: object) -> float:
@@ -125,7 +134,18 @@ def test_2xx_is_acked(agent: Agent, status: int) -> None:
 
 
 def failed(attempt: Attempt) -> object:
-    return attempt.kernel.event(attempt.execution_id, "dispatch.failed", attempt.attempt - 1)
+    """Wait until the kernel knows that this delivery failed; returns the event's payload."""
+
+    def found() -> object:
+        for event in attempt.kernel.events(attempt.execution_id):
+            if (
+                event["type"] == "dispatch.failed"
+                and event["payload"]["attempt"] == attempt.attempt
+            ):
+                return event["payload"]
+        return None
+
+    return wait_until(found, WAIT, "the delivery did not fail")
 
 
 def retried(attempt: Attempt) -> Attempt:
@@ -184,18 +204,48 @@ def test_an_unreachable_agent_is_retried(kernel: Kernel) -> None:
     assert agent.next(execution_id).attempt == 2
 
 
+def waited(attempt: Attempt) -> tuple[float, Attempt]:
+    """Let time pass bit by bit; returns how long the retry took by the kernel's clock, and it."""
+    kernel, agent, id = attempt.kernel, attempt.agent, attempt.execution_id
+    failed(attempt)
+    bit = 2 ** (attempt.attempt - 1) / 20
+
+    def came() -> bool:
+        kernel.pass_time(bit)
+        return bool(agent.inbox.untaken(id))
+
+    wait_until(came, WAIT, "no retry came")
+    following = agent.next(id)
+    times = {
+        (e["type"], e["payload"].get("attempt")): occurred(e)
+        for e in kernel.events(id)
+        if e["type"] in ("dispatch.failed", "dispatch.acked")
+    }
+    before = times["dispatch.failed", attempt.attempt]
+    after = (
+        times.get(("dispatch.acked", following.attempt))
+        or times["dispatch.failed", following.attempt]
+    )
+    return after - before, following
+
+
 def test_back_off(agent: Agent) -> None:
-    """7: retried after 1 s × 2^(attempt−1) plus up to 25 % jitter, by the kernel's own clock."""
+    """7: retried after 1 s × 2^(attempt−1) plus up to 25 % jitter."""
     agent.inbox.answer_next(500, 500, 500, 500)
     attempt = agent.start()
-    while attempt.attempt < 5:
-        attempt = retried(attempt)
-    events = agent.kernel.events(attempt.execution_id)
-    tries = [e for e in events if e["type"] in ("dispatch.failed", "dispatch.acked")]
-    assert [e["payload"]["attempt"] for e in tries] == [1, 2, 3, 4, 5]
-    waits = [occurred(b) - occurred(a) for a, b in pairwise(tries)]
-    for wait, least in zip(waits, (1, 2, 4, 8), strict=True):
+    for least in (1, 2, 4, 8):
+        wait, attempt = waited(attempt)
         assert wait >= least - 0.01
+    assert attempt.attempt == 5
+
+
+def test_back_off_counts_attempts_whose_lease_ran_out(kernel: Kernel) -> None:
+    """7: 1 s × 2^(attempt−1): the attempt, which also a lapsed lease has put up."""
+    agent = kernel.agent(lease_timeout=kernel.span(60, 4))
+    agent.inbox.answer_next(200, 200, 500)
+    wait, following = waited(agent.start().lapse().lapse())
+    assert following.attempt == 4
+    assert wait >= 4 - 0.01
 
 
 def test_exhausted(agent: Agent) -> None:

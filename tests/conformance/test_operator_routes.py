@@ -166,6 +166,17 @@ def test_events_after_seq(kernel: Kernel, agent: Agent) -> None:
     assert event_page(kernel, execution_id, "after_seq=0&limit=1") == [1]
 
 
+@pytest.mark.parametrize("after", ["abc", "-5", "9" * 30])
+def test_events_after_something_else(kernel: Kernel, agent: Agent, after: str) -> None:
+    """9: recorded exchange: an after_seq that is none counts as 0; nothing comes after the last."""
+    path = f"/v0/executions/{agent.start().execution_id}/events?after_seq={after}"
+    response = kernel.send("GET", path)
+    if response.status_code == 400:
+        refused(response, 400, "validation_error")
+    else:
+        assert [row["event_seq"] for row in ok(response) or []] in ([], [1, 2, 3, 4])
+
+
 def test_event_limits(kernel: Kernel, agent: Agent) -> None:
     """9: limit 100, at most 1000."""
     attempt = agent.start()

@@ -301,6 +301,15 @@ def test_argument_text(value: bytes, text: str) -> None:
     assert argument_text(decode_arguments(b'{"x":' + value + b"}")["x"]) == text
 
 
+def test_the_text_of_nested_values_takes_no_stack() -> None:
+    deep: Any = 1.0
+    for _ in range(20_000):
+        deep = [deep, {"a": True}]
+    text = argument_text(deep)
+    assert text.startswith("[" * 20_000 + "1 map[a:true]] map[a:true]]")
+    assert argument_text({"b": [], "a": {"d": "x", "c": None}}) == "map[a:map[c:<nil> d:x] b:[]]"
+
+
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_the_text_of_a_number_reads_back_the_same(value: float) -> None:
     text = argument_text(value)
