@@ -10,6 +10,7 @@ import click
 from rebuno_sync.cli.agents import agents
 from rebuno_sync.cli.approvals import approvals
 from rebuno_sync.cli.dev import dev
+from rebuno_sync.cli.doctor.command import doctor
 from rebuno_sync.cli.executions import executions
 from rebuno_sync.cli.policies import policy
 from rebuno_sync.cli.session import Exit, failure_of, kernel_options
@@ -53,5 +54,5 @@ def root() -> None:
     """
 
 
-for _command in (dev, executions, approvals, agents, policy):
+for _command in (dev, executions, approvals, agents, policy, doctor):
     root.add_command(_command)

@@ -115,46 +115,37 @@ def _stored(name: str) -> Callable[[click.Context, click.Parameter, Any], None]:
     return store
 
 
+def stored_option(flag: str, name: str, **settings: Any) -> Callable[[F], F]:
+    """Return an option that the session keeps, wherever on the line it stands."""
+    return click.option(flag, expose_value=False, callback=_stored(name), **settings)
+
+
 def json_option(command: F) -> F:
     """Add ``--json``."""
-    return click.option(
-        "--json",
-        is_flag=True,
-        default=None,
-        expose_value=False,
-        callback=_stored("json"),
-        help="Print JSON, one object a line.",
+    return stored_option(
+        "--json", "json", is_flag=True, default=None, help="Print JSON, one object a line."
     )(command)
 
 
 def kernel_options(command: F) -> F:
     """Add ``--json`` and what says which kernel to speak to."""
-    for option in (
-        click.option(
-            "--timeout",
-            type=click.FloatRange(min=0, min_open=True),
-            metavar="SECONDS",
-            expose_value=False,
-            callback=_stored("timeout"),
-            help="How long to wait for an answer; 35 by default.",
-        ),
-        click.option(
-            "--api-key",
-            metavar="TOKEN",
-            expose_value=False,
-            callback=_stored("api_key"),
-            help="The bearer token; REBUNO_API_KEY by default, which others on this machine "
-            "cannot read in the list of processes.",
-        ),
-        click.option(
-            "--url",
-            metavar="URL",
-            expose_value=False,
-            callback=_stored("url"),
-            help="Where the kernel is; REBUNO_URL by default.",
-        ),
-    ):
-        command = option(command)
+    command = stored_option(
+        "--timeout",
+        "timeout",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="SECONDS",
+        help="How long to wait for an answer; 35 by default.",
+    )(command)
+    command = stored_option(
+        "--api-key",
+        "api_key",
+        metavar="TOKEN",
+        help="The bearer token; REBUNO_API_KEY by default, which others on this machine cannot "
+        "read in the list of processes.",
+    )(command)
+    command = stored_option(
+        "--url", "url", metavar="URL", help="Where the kernel is; REBUNO_URL by default."
+    )(command)
     return json_option(command)
 
 

@@ -1,0 +1,224 @@
+"""Runs in a process of its own: loads a gunicorn configuration and its app, and reports on both.
+
+Whatever importing an app does, it does here and not to the doctor; so a crash is a finding, and
+the sockets and threads counted afterwards are the app's. The report goes to a file descriptor as
+JSON, since the app may print. It holds the agents' secrets: it is never shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import inspect
+import json
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+_SETTINGS = (
+    "bind",
+    "graceful_timeout",
+    "max_requests",
+    "preload_app",
+    "reload",
+    "threads",
+    "timeout",
+    "workers",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent:
+    """An agent that the app made."""
+
+    agent_id: str
+    secret: str
+    base_url: str
+    shutdown_timeout: float
+    has_handler: bool
+    routes: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """A tool or step that has a time-out."""
+
+    name: str
+    timeout: float
+    idempotency: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What was found; ``failure`` says at which stage it ended, and ``reason`` why."""
+
+    failure: str = ""
+    reason: str = ""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    worker_class: str = ""
+    app: str = ""
+    threads: list[str] = dataclasses.field(default_factory=list)
+    sockets: list[str] = dataclasses.field(default_factory=list)
+    patched: bool = False
+    agents: list[Agent] = dataclasses.field(default_factory=list)
+    effects: list[Effect] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Read what :meth:`to_json` wrote."""
+        data = json.loads(text)
+        data["agents"] = [Agent(**row) for row in data["agents"]]
+        data["effects"] = [Effect(**row) for row in data["effects"]]
+        return cls(**data)
+
+    def to_json(self) -> str:
+        """Return the report as text."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+def probe(arguments: list[str]) -> Report:
+    """Load what ``gunicorn`` would with these arguments, and report."""
+    from gunicorn.app.base import Application
+    from gunicorn.app.wsgiapp import WSGIApplication
+
+    class Reader(WSGIApplication):
+        def load_config(self) -> None:
+            # gunicorn insists on an app; a configuration alone can be looked at as well.
+            Application.load_config(self)
+            self.app_uri = self.app_uri or self.cfg.wsgi_app
+
+    sys.argv = ["gunicorn", *arguments]
+    try:
+        reader = Reader("%(prog)s [OPTIONS] [APP_MODULE]", prog="gunicorn")
+    except SystemExit:
+        return Report("configuration")
+    cfg = reader.cfg
+    for path in (cfg.pythonpath or "").split(","):
+        if path:
+            sys.path.insert(0, os.path.abspath(path))
+    settings = {name: getattr(cfg, name) for name in _SETTINGS}
+    found = Report(settings=settings, worker_class=_worker_class(cfg), app=reader.app_uri or "")
+    if not found.app:
+        return found
+    threads_before, sockets_before = set(threading.enumerate()), set(_sockets())
+    patched = _is_patched()
+    try:
+        reader.load()
+    except (Exception, SystemExit) as exc:
+        traceback.print_exc()
+        reason = f"{type(exc).__name__}: {exc}".strip(": ")
+        return dataclasses.replace(found, failure="app", reason=reason)
+    return dataclasses.replace(
+        found,
+        threads=[t.name for t in threading.enumerate() if t not in threads_before],
+        sockets=[_described(fd) for fd in _sockets() if fd not in sockets_before],
+        patched=patched,
+        agents=_agents(),
+        effects=_effects(),
+    )
+
+
+def _worker_class(cfg: Any) -> str:
+    # Of what is configured, cfg.worker_class_str drops the module when it is a class.
+    given = cfg.settings["worker_class"].get()
+    if isinstance(given, type):
+        return f"{given.__module__}.{given.__qualname__}"
+    return str(cfg.worker_class_str)
+
+
+def _is_patched() -> bool:
+    monkey = sys.modules.get("gevent.monkey")
+    return monkey is not None and bool(monkey.is_module_patched("threading"))
+
+
+def _sockets() -> Iterator[int]:
+    for fd in range(3, os.sysconf("SC_OPEN_MAX") if os.name == "posix" else 0):
+        if fd >= 4096:
+            return
+        try:
+            mode = os.fstat(fd).st_mode
+        except OSError:
+            continue
+        if mode & 0o170000 == 0o140000:
+            yield fd
+
+
+def _described(fd: int) -> str:
+    with socket.socket(fileno=os.dup(fd)) as found:
+        for name, word in ((found.getpeername, "to"), (found.getsockname, "on")):
+            try:
+                address = name()
+            except OSError:
+                continue
+            if isinstance(address, tuple):
+                return f"{word} {address[0]}:{address[1]}"
+            if address:
+                return f"{word} {address!s}"
+    return "unnamed"
+
+
+def _agents() -> list[Agent]:
+    from rebuno_sync.agent import AgentCore
+
+    apps = _flask_apps()
+    return [
+        Agent(
+            agent_id=agent.agent_id,
+            # The doctor signs as the agent does, to see whether the kernel agrees.
+            secret=agent._secret,
+            base_url=agent._kernel._transport.base_url,
+            shutdown_timeout=agent.shutdown_timeout,
+            has_handler=agent._binder is not None,
+            routes=sorted(_routes(agent, apps)),
+        )
+        for agent in _instances(AgentCore)
+    ]
+
+
+def _flask_apps() -> list[Any]:
+    flask = sys.modules.get("flask")
+    return [] if flask is None else list(_instances(flask.Flask))
+
+
+def _routes(agent: Any, apps: list[Any]) -> Iterator[str]:
+    for app in apps:
+        for rule in app.url_map.iter_rules():
+            view = app.view_functions.get(rule.endpoint)
+            if getattr(view, "__module__", "") == "rebuno_sync.serving.flask_blueprint":
+                if inspect.getclosurevars(view).nonlocals.get("agent") is agent:
+                    yield rule.rule
+
+
+def _effects() -> list[Effect]:
+    from rebuno_sync.effects.options import EffectOptions
+
+    return [
+        Effect(options.name, float(options.timeout), options.idempotency.value)
+        for options in _instances(EffectOptions)
+        if options.timeout is not None
+    ]
+
+
+def _instances(kind: type) -> Iterator[Any]:
+    # isinstance() would wake the proxies that pretend to be something else.
+    return (found for found in gc.get_objects() if kind in type(found).__mro__)
+
+
+def main() -> None:
+    """``python -m rebuno_sync.cli.doctor.probe FD ARGUMENTS``."""
+    descriptor, *arguments = sys.argv[1:]
+    report = probe(arguments)
+    with open(int(descriptor), "w", encoding="utf-8") as file:
+        file.write(report.to_json())
+        file.flush()
+    # Whatever the app started need not be waited for.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
