@@ -167,10 +167,17 @@ class Output:
                 self.console.print(table)
             for line in captured.get().splitlines():
                 click.echo(line.rstrip())
-        elif self.console.measure(table).minimum <= self.console.width:
+        elif self._least_width(table) <= self.console.width:
             self.console.print(table)
         else:
             self._blocks(columns, cells)
+
+    def _least_width(self, table: RenderableType) -> int:
+        from rich.measure import Measurement
+
+        # Asked about the real width, rich answers with at most that.
+        options = self.console.options.update(max_width=_UNBOUNDED)
+        return Measurement.get(self.console, options, table).minimum
 
     def _table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> RenderableType:
         from rich import box

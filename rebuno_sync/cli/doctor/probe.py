@@ -188,9 +188,9 @@ def _routes(agent: Any, apps: list[Any]) -> Iterator[str]:
     for app in apps:
         for rule in app.url_map.iter_rules():
             view = app.view_functions.get(rule.endpoint)
-            if getattr(view, "__module__", "") == "rebuno_sync.serving.flask_blueprint":
-                if inspect.getclosurevars(view).nonlocals.get("agent") is agent:
-                    yield rule.rule
+            ours = getattr(view, "__module__", "") == "rebuno_sync.serving.flask_blueprint"
+            if ours and inspect.getclosurevars(view).nonlocals.get("agent") is agent:
+                yield rule.rule
 
 
 def _effects() -> list[Effect]:
