@@ -96,6 +96,7 @@ class ScriptedKernel:
         self.requests: list[Recorded] = []
         self.executions: dict[str, Execution] = {}
         self.agents: dict[str, dict[str, Any]] = {}
+        self._register(agent_id, "")
         self._interceptors: list[Interceptor] = []
         self._deciders: list[Decider] = []
         self._changed = threading.Condition(threading.RLock())
@@ -188,8 +189,15 @@ class ScriptedKernel:
     def decide(self, approval: Approval, *, grant: bool, by: str = "ann", why: str = "") -> None:
         """Settle an approval; the execution is dispatched anew by :meth:`deliver`."""
         with self._changed:
-            run = next(r for r in self.executions.values() if approval.id in r.approvals)
-            state.decide(run, approval, grant, by, why)
+            state.decide(self._run_of(approval), approval, grant, by, why)
+
+    def expire(self, approval: Approval) -> None:
+        """Let the time of an approval run out."""
+        with self._changed:
+            state.expire(self._run_of(approval), approval)
+
+    def _run_of(self, approval: Approval) -> Execution:
+        return next(r for r in self.executions.values() if approval.id in r.approvals)
 
     def cancel(self, run: Execution) -> None:
         """Cancel an execution."""
@@ -421,9 +429,10 @@ class ScriptedKernel:
             return self._agents(call, request, found)
         if call == "create":
             fields = self._fields(call, request)
-            run = state.create(
-                json.loads(fields.get("agent_id", '""')), Raw(fields.get("input", "null"))
-            )
+            agent_id = json.loads(fields.get("agent_id", '""'))
+            if agent_id not in self.agents:
+                raise _Refused(404, "not_found")
+            run = state.create(agent_id, Raw(fields.get("input", "null")))
             self.executions[run.id] = run
             return Answer.json(self._execution(run), 201)
         if call == "metadata":
@@ -441,16 +450,9 @@ class ScriptedKernel:
         return Answer.json({"executions": rows or None})
 
     def _agents(self, call: str, request: Recorded, found: dict[str, str]) -> Answer:
-        id_name, url_name, policy_name, time_name = self.generation.agent_fields
         if call == "register":
             fields = {k: json.loads(v) for k, v in self._fields(call, request).items()}
-            told = {
-                id_name: fields.get("id", ""),
-                url_name: fields.get("webhook_url", ""),
-                policy_name: "",
-                time_name: state.now(),
-            }
-            self.agents[told[id_name]] = told
+            told = self._register(fields.get("id", ""), fields.get("webhook_url", ""))
             # Generation 1 tells the secret back, once.
             secret = {"Secret": fields.get("secret", "")} if self.generation.number == 1 else {}
             return Answer.json({**told, **secret}, 201)
@@ -463,6 +465,12 @@ class ScriptedKernel:
         if found["agent"] not in self.agents:
             raise _Refused(404, "not_found")
         return Answer.json({**self.agents[found["agent"]], **blank})
+
+    def _register(self, agent_id: str, webhook_url: str) -> dict[str, Any]:
+        id_name, url_name, policy_name, time_name = self.generation.agent_fields
+        told = {id_name: agent_id, url_name: webhook_url, policy_name: "", time_name: state.now()}
+        self.agents[agent_id] = told
+        return told
 
     def _approvals(self, call: str, request: Recorded, found: dict[str, str]) -> Answer:
         known = {a.id: (run, a) for run in self.executions.values() for a in run.approvals.values()}

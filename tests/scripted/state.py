@@ -279,7 +279,9 @@ def report(
     if run.status in TERMINAL:
         return {"decision": "execution_terminal"}
     if step.status in TERMINAL_STEP:
-        return {"decision": "replay", **({"result": step.result} if step.result else {})}
+        # As recorded: only a second result is told the first; an error is never told.
+        told = {"result": step.result} if result is not None and step.result else {}
+        return {"decision": "replay", **told}
     if result is not None:
         step.end("succeeded", result=result)
         run.log_step(step, "step.succeeded")
@@ -290,32 +292,52 @@ def report(
 
 
 def decide(run: Execution, approval: Approval, grant: bool, by: str, rationale: str) -> None:
-    """Settle a pending approval and dispatch again."""
-    approval.status = "granted" if grant else "denied"
-    approval.decided_by, approval.rationale, approval.decided_at = by, rationale, now()
-    run.log_approval(approval, f"approval.{approval.status}")
-    step = run.steps[approval.step_id]
+    """Settle a pending approval as a person said, and dispatch again."""
+    approval.decided_by = by
     if grant:
+        _settle(run, approval, "granted", rationale)
+        step = run.steps[approval.step_id]
         step.status = "allowed"
         run.log_step(step, "step.allowed")
     else:
-        error = {"reason": rationale or "approval_denied"}
-        step.end("denied", error=Raw(json.dumps(error)))
-        run.log_step(step, "step.denied", error=error)
-    run.status = "running"
-    run.log_self("execution.resumed")
-    queue(run)
+        _settle(run, approval, "denied", rationale)
+        _deny(run, run.steps[approval.step_id], rationale or "approval_denied")
+    _resume(run)
+
+
+def expire(run: Execution, approval: Approval) -> None:
+    """Let the time of a pending approval run out, and dispatch again."""
+    _settle(run, approval, "expired", "timeout")
+    _deny(run, run.steps[approval.step_id], "approval_timeout")
+    _resume(run)
 
 
 def cancel(run: Execution) -> None:
     """End an execution from outside, with all that it waits for."""
-    error = {"reason": "execution_cancelled"}
+    end(run, "cancelled", reason="client_cancelled")
+    reason = "execution_cancelled"
     for approval in run.approvals.values():
         if approval.status == "pending":
-            approval.status, approval.rationale = "expired", error["reason"]
-            approval.decided_at = now()
+            _settle(run, approval, "expired", reason)
+            _deny(run, run.steps[approval.step_id], reason)
     for step in run.steps.values():
         if step.status not in TERMINAL_STEP:
-            waiting = step.status == "awaiting_approval"
-            step.end("denied" if waiting else "cancelled", error=Raw(json.dumps(error)))
-    end(run, "cancelled", reason="client_cancelled")
+            step.end("cancelled", error=Raw(json.dumps({"reason": reason})))
+            run.log_step(step, "step.cancelled", error={"reason": reason})
+
+
+def _settle(run: Execution, approval: Approval, status: str, rationale: str) -> None:
+    approval.status, approval.rationale, approval.decided_at = status, rationale, now()
+    run.log_approval(approval, f"approval.{status}")
+
+
+def _deny(run: Execution, step: Step, reason: str) -> None:
+    error = {"reason": reason}
+    step.end("denied", error=Raw(json.dumps(error)))
+    run.log_step(step, "step.denied", error=error)
+
+
+def _resume(run: Execution) -> None:
+    run.status = "running"
+    run.log_self("execution.resumed")
+    queue(run)
