@@ -223,12 +223,18 @@ class LeaseSuperseded(ControlFlow):
         super().__init__(message)
 
 
-def safe_text(value: object) -> str:
-    """Return ``str(value)`` as valid Unicode, whatever ``value`` does when asked for it."""
+def safe_text(value: object, longest: int = 65_536) -> str:
+    """Return ``str(value)`` as valid Unicode, whatever ``value`` does when asked for it.
+
+    Args:
+        longest: a longer text is cut, in characters; it says how much is missing.
+    """
     try:
         text = str(value)
     except Exception:
         text = f"<{type(value).__name__} that cannot be shown as text>"
+    if len(text) > longest:
+        text = f"{text[:longest]}… ({len(text) - longest} more characters)"
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -239,11 +245,12 @@ def failure_reason(exc: BaseException) -> str:
     it is one, or ``policy_denied``, ``tool_error``, ``agent_error``.
     """
     if isinstance(exc, PolicyError):
-        if _TOKEN.fullmatch(exc.reason):
-            return exc.reason
-        return f"policy_denied: {exc.reason}" if exc.reason else "policy_denied"
+        reason = safe_text(exc.reason)
+        if _TOKEN.fullmatch(reason):
+            return reason
+        return f"policy_denied: {reason}" if reason else "policy_denied"
     if isinstance(exc, RateLimited):
-        return exc.reason
+        return safe_text(exc.reason)
     if isinstance(exc, ToolError):
-        return f"tool_error: {exc.tool}: {exc.message}"
+        return f"tool_error: {safe_text(exc.tool)}: {safe_text(exc.message)}"
     return f"agent_error: {type(exc).__name__}: {safe_text(exc)}"

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
+
+
+def plain_callable(fn: Any) -> Any:
+    """Return the function behind a ``functools.partial`` or an instance that can be called."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if inspect.isroutine(fn) or isinstance(fn, type):
+        return fn
+    return getattr(fn, "__call__", fn)  # noqa: B004 (an instance's own method)
 
 
 def require_plain_function(fn: Any, what: str) -> None:
@@ -16,9 +26,7 @@ def require_plain_function(fn: Any, what: str) -> None:
         raise TypeError(f"put {what} beneath @{type(fn).__name__}, not above it")
     if not callable(fn):
         raise TypeError(f"{what} takes a function, not {fn!r}")
-    target = inspect.unwrap(fn)
-    if not inspect.isroutine(target):
-        target = getattr(target, "__call__", target)  # noqa: B004 (an instance's own method)
+    target = plain_callable(fn)
     name = getattr(fn, "__qualname__", repr(fn))
     if inspect.iscoroutinefunction(target) or inspect.isasyncgenfunction(target):
         raise TypeError(

@@ -12,6 +12,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union
 
+from .functions import plain_callable
+
 _RAW = (inspect.Parameter.empty, Any, dict, Mapping)
 _MISSING = inspect.Parameter.empty
 
@@ -37,19 +39,17 @@ class InputBinder:
         for p in parameters:
             if p.kind is p.VAR_POSITIONAL:
                 raise TypeError(f"the handler takes *{p.name}; an input has named fields only")
-            if p.kind is p.POSITIONAL_ONLY and len(parameters) > 1:
-                raise TypeError(f"the handler's {p.name} is positional-only; fields have names")
         self._fields = {
             p.name: (hints.get(p.name, p.annotation), p.default)
             for p in parameters
             if p.kind is not p.VAR_KEYWORD
         }
         self._takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._sole = parameters[0] if len(parameters) == 1 and not self._takes_more else None
-
-    def _sole_hint(self) -> Any:
-        assert self._sole is not None
-        return self._fields[self._sole.name][0]
+        sole = parameters[0] if len(parameters) == 1 and not self._takes_more else None
+        self._whole = sole if sole is not None and _takes_all(self._fields[sole.name][0]) else None
+        for p in parameters:
+            if p.kind is p.POSITIONAL_ONLY and p is not self._whole:
+                raise TypeError(f"the handler's {p.name} is positional-only; fields have names")
 
     def call(self, value: Any) -> Any:
         """Call the handler with ``value``.
@@ -57,20 +57,12 @@ class InputBinder:
         Raises:
             InputInvalid: ``value`` does not fit; the handler was not called.
         """
-        if self._sole is not None:
-            hint = self._sole_hint()
-            if _is_model(hint):
-                return self._call_sole(_validated(hint, value, "input"))
-            if hint in _RAW or typing.get_origin(hint) in (dict, Mapping):
-                return self._call_sole(_checked(value, hint, "input"))
-        bound = self._bind(value)
-        return self._fn(**bound)
-
-    def _call_sole(self, value: Any) -> Any:
-        assert self._sole is not None
-        if self._sole.kind is inspect.Parameter.KEYWORD_ONLY:
-            return self._fn(**{self._sole.name: value})
-        return self._fn(value)
+        if self._whole is None:
+            return self._fn(**self._bind(value))
+        checked = _checked(value, self._fields[self._whole.name][0], "input")
+        if self._whole.kind is inspect.Parameter.KEYWORD_ONLY:
+            return self._fn(**{self._whole.name: checked})
+        return self._fn(checked)
 
     def _bind(self, value: Any) -> dict[str, Any]:
         if value is None:
@@ -98,17 +90,18 @@ class InputBinder:
 
     def schema(self) -> dict[str, Any]:
         """Return the JSON schema of the input (PROTOCOL 4, agent metadata)."""
-        if self._sole is not None:
-            hint = self._sole_hint()
-            if _is_model(hint) or hint in _RAW or typing.get_origin(hint) in (dict, Mapping):
-                return _schema(hint)
-        required = [name for name, (_, default) in self._fields.items() if default is _MISSING]
-        return {
-            "type": "object",
-            "properties": {name: _schema(hint) for name, (hint, _) in self._fields.items()},
-            **({"required": required} if required else {}),
-            "additionalProperties": self._takes_more,
-        }
+        shared: dict[str, Any] = {}
+        if self._whole is not None:
+            schema = _schema(self._fields[self._whole.name][0], shared)
+        else:
+            required = [n for n, (_, default) in self._fields.items() if default is _MISSING]
+            schema = {
+                "type": "object",
+                "properties": {n: _schema(hint, shared) for n, (hint, _) in self._fields.items()},
+                **({"required": required} if required else {}),
+                "additionalProperties": self._takes_more,
+            }
+        return {**schema, "$defs": shared} if shared else schema
 
 
 def schema_of(kind: Any) -> Any:
@@ -117,11 +110,31 @@ def schema_of(kind: Any) -> Any:
 
 
 def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(fn)
-    except (NameError, TypeError, AttributeError):
-        # A name that only a type checker sees: that parameter takes whatever comes.
-        return dict.fromkeys(getattr(fn, "__annotations__", {}), Any)
+    """Return the type of each parameter whose annotation can be read here.
+
+    One by one: a name that only a type checker sees, in the return type say, must not cost the
+    other parameters their types.
+    """
+    target = plain_callable(inspect.unwrap(fn))
+    target = getattr(target, "__func__", target)
+    names = getattr(target, "__globals__", {})
+    hints: dict[str, Any] = {}
+    for name, annotation in getattr(target, "__annotations__", {}).items():
+        alone = types.SimpleNamespace(__annotations__={name: annotation})
+        try:
+            hints.update(typing.get_type_hints(alone, names))
+        except (NameError, TypeError, AttributeError, SyntaxError):
+            hints[name] = _Unknown
+    return hints
+
+
+class _Unknown:
+    """Stands for a type that cannot be read; fits any value, and is no raw input."""
+
+
+def _takes_all(hint: Any) -> bool:
+    """Tell whether a handler's only parameter takes the input as a whole."""
+    return _is_model(hint) or hint in _RAW or typing.get_origin(hint) in (dict, Mapping)
 
 
 def _is_model(hint: Any) -> bool:
@@ -207,15 +220,17 @@ def _one_of(value: Any, hints: tuple[Any, ...], path: str) -> Any:
     raise InputInvalid("; or ".join(problems))
 
 
-def _schema(hint: Any) -> dict[str, Any]:
+def _schema(hint: Any, shared: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of one type; what models define for all goes into ``shared``."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if _is_model(hint):
         schema: dict[str, Any] = hint.model_json_schema()
+        shared.update(schema.pop("$defs", {}))
         return schema
     if origin is typing.Annotated:
-        return _schema(args[0])
+        return _schema(args[0], shared)
     if origin in (Union, types.UnionType):
-        return {"anyOf": [_schema(a) for a in args]}
+        return {"anyOf": [_schema(a, shared) for a in args]}
     if origin is Literal:
         return {"enum": list(args)}
     expected = origin or hint
@@ -227,7 +242,7 @@ def _schema(hint: Any) -> dict[str, Any]:
         return {}
     schema = {"type": _NAMES[expected]}
     if expected is list and args:
-        schema["items"] = _schema(args[0])
+        schema["items"] = _schema(args[0], shared)
     if expected is dict and len(args) == 2:
-        schema["additionalProperties"] = _schema(args[1])
+        schema["additionalProperties"] = _schema(args[1], shared)
     return schema

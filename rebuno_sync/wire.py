@@ -10,9 +10,11 @@ import functools
 import json
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
+
+from .errors import safe_text
 
 AGENT_ID_HEADER: Final = "Rebuno-Agent-Id"
 SIGNATURE_HEADER: Final = "Rebuno-Signature"
@@ -114,11 +116,24 @@ def to_plain(value: Any, path: str, depth: int = 0) -> Any:
         return {_key(k, path): to_plain(v, f"{path}.{k}", depth + 1) for k, v in value.items()}
     if kind is list or kind is tuple:
         return [to_plain(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
-    return to_plain(_convert(value, path), path, depth + 1)
+    try:
+        simpler = _convert(value)
+    except Exception as exc:
+        # A property, a lazy field of an ORM object, a serializer: they raise what they like.
+        raise TypeError(
+            f"{path} is a {kind.__name__}, and reading it raised {type(exc).__name__}: "
+            f"{safe_text(exc)}"
+        ) from exc
+    if simpler is _NO_FORM:
+        raise TypeError(f"{path} is a {kind.__name__}, which has no JSON form{_advice(value)}")
+    return to_plain(simpler, path, depth + 1)
 
 
-def _convert(value: Any, path: str) -> Any:
-    """Take one step from a richer type towards JSON."""
+_NO_FORM: Final = object()
+
+
+def _convert(value: Any) -> Any:
+    """Take one step from a richer type towards JSON; ``_NO_FORM`` when there is none."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, str):
@@ -139,7 +154,7 @@ def _convert(value: Any, path: str) -> Any:
         return dict(value)
     if isinstance(value, (list, tuple)):
         return list(value)
-    raise TypeError(f"{path} is a {type(value).__name__}, which has no JSON form{_advice(value)}")
+    return _NO_FORM
 
 
 def _advice(value: Any) -> str:
@@ -147,6 +162,8 @@ def _advice(value: Any) -> str:
         return "; decode it, or encode it as base64 text"
     if isinstance(value, (set, frozenset)):
         return "; a sorted list has one"
+    if isinstance(value, Awaitable):
+        return "; await it within asyncio.run(), and use the result"
     if callable(value):
         return "; pass the data it would need instead"
     return "; convert it to text, numbers, lists or dicts first"
@@ -187,6 +204,14 @@ def _long_integer(text: str) -> int:
     return int(text) if len(text) < 640 else int(decimal.Decimal(text))
 
 
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+_LONG_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_int=_long_integer)
+
+
 def decode(data: bytes) -> Any:
     """Decode JSON; integers of any length and floats come back exactly.
 
@@ -195,13 +220,14 @@ def decode(data: bytes) -> Any:
     """
     text = data.decode("utf-8")
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        raise
+        try:
+            return _DECODER.decode(text)
+        except json.JSONDecodeError:
+            raise
+        except ValueError:  # an integer longer than sys.get_int_max_str_digits(), or NaN
+            return _LONG_DECODER.decode(text)
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None
-    except ValueError:  # an integer longer than sys.get_int_max_str_digits()
-        return json.loads(text, parse_int=_long_integer)
 
 
 # Models
