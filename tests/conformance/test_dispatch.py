@@ -275,6 +275,7 @@ def test_the_lease_is_good_while_the_webhook_is_answered(agent: Agent) -> None:
 
     agent.inbox.during = during
     attempt = agent.start()
+    wait_until(lambda: len(seen) == 2, WAIT, "the agent was not called")
     assert seen == ["proceed", 204]
     done(attempt.heartbeat())
 
