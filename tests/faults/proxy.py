@@ -190,8 +190,6 @@ class FaultProxy:
 
     def _one(self, client: socket.socket, reader: Any) -> bool:
         """Pass one request on; false when the connection is over."""
-        with self._changed:
-            self._idle.add(client)
         line = reader.readline()
         with self._changed:
             self._idle.discard(client)
@@ -248,7 +246,10 @@ class FaultProxy:
         if fault is Fault.LATE:
             reader.read(1)
             return False
-        client.sendall(_SPOILED.get(fault, answer) if fault else answer)
+        with self._changed:
+            # In one go: whoever has the answer can count on the connection being idle.
+            client.sendall(_SPOILED.get(fault, answer) if fault else answer)
+            self._idle.add(client)
         return True
 
     def _note(self, passed: Passed) -> None:
