@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _LAST_LINES_SECONDS = 2.0
+_WAKE_SECONDS = 0.2
 
 
 def _address(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, int]:
@@ -74,7 +75,7 @@ def _address(context: click.Context, parameter: click.Parameter, value: str) -> 
     help="Refuse agents that sign the body alone, as kernels of generation 3 do.",
 )
 @click.option("--accept-generation-1", is_flag=True, help="Serve agents that send no attempt.")
-@click.option("--quiet", is_flag=True, help="Print the URL and nothing of what happens.")
+@click.option("--quiet", is_flag=True, help="Print the URL, and of what happens only warnings.")
 @json_option
 @pass_session
 def dev(
@@ -110,14 +111,15 @@ def dev(
         )
         with _told_to_stop() as stop:
             kernel.start()
-            feed = None if quiet else Feed(kernel.activity(), session.output)
+            feed = Feed(None if quiet else kernel.activity(), session.output)
             _begin(session, kernel, db, host, token)
+            feed.start()
             try:
-                if feed is not None:
-                    feed.start()
-                stop.wait()
+                # A signal may reach another thread; this one hears of it when it wakes up.
+                while not stop.wait(_WAKE_SECONDS):
+                    pass
             finally:
-                written = feed is None or feed.stop(_LAST_LINES_SECONDS)
+                written = feed.stop(_LAST_LINES_SECONDS)
                 kernel.stop()
     except (RebunoError, ValueError, OSError) as exc:
         raise Failure(str(getattr(exc, "strerror", None) or exc)) from exc

@@ -22,9 +22,7 @@ from typing import Any
 _SETTINGS = (
     "bind",
     "graceful_timeout",
-    "max_requests",
     "preload_app",
-    "reload",
     "threads",
     "timeout",
     "workers",
@@ -54,15 +52,28 @@ class Effect:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What was found; ``failure`` says at which stage it ended, and ``reason`` why."""
+    """What was found.
+
+    Attributes:
+        failure: what could not be read: ``configuration`` or ``app``; ``""`` when all could.
+        reason: why.
+        settings: those of gunicorn that matter; empty when there are none to read.
+        worker_class: its name, or the path of the class.
+        app: what is served, as ``module:name``; ``""`` for nothing.
+        started: the threads that importing the app left running.
+        opened: the sockets that it left open.
+        patched: whether gevent had patched the standard library before that.
+        agents: the agents that it made.
+        effects: the tools with a time-out.
+    """
 
     failure: str = ""
     reason: str = ""
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     worker_class: str = ""
     app: str = ""
-    threads: list[str] = dataclasses.field(default_factory=list)
-    sockets: list[str] = dataclasses.field(default_factory=list)
+    started: list[str] = dataclasses.field(default_factory=list)
+    opened: list[str] = dataclasses.field(default_factory=list)
     patched: bool = False
     agents: list[Agent] = dataclasses.field(default_factory=list)
     effects: list[Effect] = dataclasses.field(default_factory=list)
@@ -114,8 +125,8 @@ def probe(arguments: list[str]) -> Report:
         return dataclasses.replace(found, failure="app", reason=reason)
     return dataclasses.replace(
         found,
-        threads=[t.name for t in threading.enumerate() if t not in threads_before],
-        sockets=[_described(fd) for fd in _sockets() if fd not in sockets_before],
+        started=[t.name for t in threading.enumerate() if t not in threads_before],
+        opened=[_described(fd) for fd in _sockets() if fd not in sockets_before],
         patched=patched,
         agents=_agents(),
         effects=_effects(),

@@ -181,25 +181,25 @@ def _agents(report: Report) -> Iterator[Finding]:
 def _preload(report: Report) -> Iterator[Finding]:
     if not report.settings["preload_app"]:
         return
-    if report.threads:
+    if report.started:
         yield Finding(
             "error",
             "preload-threads",
-            f"preload_app, and importing the app starts threads: {', '.join(report.threads)}",
+            f"preload_app, and importing the app starts threads: {', '.join(report.started)}",
             "A fork takes no threads along: in the workers they are gone, and locks that they "
             "held stay locked for ever.",
             "Start them in the post_fork hook or on first use, or set preload_app = False.",
         )
-    if report.sockets:
+    if report.opened:
         yield Finding(
             "error",
             "preload-sockets",
-            f"preload_app, and importing the app opens sockets: {', '.join(report.sockets)}",
+            f"preload_app, and importing the app opens sockets: {', '.join(report.opened)}",
             "All workers share one connection: answers to one arrive at another. Agents and "
             "rebuno_sync.Client open theirs anew after a fork; database and HTTP clients do not.",
             "Connect in the post_fork hook or on first use, or set preload_app = False.",
         )
-    if not report.threads and not report.sockets:
+    if not report.started and not report.opened:
         yield Finding(
             "ok", "preload", "preload_app, and importing the app opens and starts nothing"
         )

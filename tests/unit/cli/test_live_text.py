@@ -10,15 +10,18 @@ from hypothesis import strategies as st
 
 from rebuno_sync.cli.live_text import LiveText
 
-CHAT = "".join(
-    f"data: {json.dumps(message)}\n\n"
-    for message in (
-        {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
-        {"choices": [{"delta": {"content": "Good "}}]},
-        {"choices": [{"delta": {"content": "day\n"}}, {"delta": {"tool_calls": []}}]},
-        {"choices": [], "usage": {"total_tokens": 3}},
+CHAT = (
+    "".join(
+        f"data: {json.dumps(message)}\n\n"
+        for message in (
+            {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+            {"choices": [{"delta": {"content": "Good "}}]},
+            {"choices": [{"delta": {"content": "day\n"}}, {"delta": {"tool_calls": []}}]},
+            {"choices": [], "usage": {"total_tokens": 3}},
+        )
     )
-) + "data: [DONE]\n\n"
+    + "data: [DONE]\n\n"
+)
 RESPONSES = "".join(
     f"event: {message['type']}\r\ndata: {json.dumps(message)}\r\n\r\n"
     for message in (

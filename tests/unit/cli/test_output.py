@@ -66,7 +66,9 @@ def test_json_that_other_kernels_send_is_printed_as_json(text: str) -> None:
 
 
 def test_the_json_of_a_model_has_every_known_field_and_what_the_kernel_added() -> None:
-    execution = Execution.from_json({"id": "e", "agent_id": "a", "status": "running", "fork_seq": 3})
+    execution = Execution.from_json(
+        {"id": "e", "agent_id": "a", "status": "running", "fork_seq": 3}
+    )
     data = json.loads(json_text(plain(execution)))
     assert data["fork_seq"] == 3
     assert data["output"] is None
@@ -92,7 +94,8 @@ def test_on_a_narrow_terminal_every_id_can_still_be_copied() -> None:
     rows = [("01a227b0-48d3-7c2b-a9b2-049c1948f144", "completed"), ("second", "failed")]
     output.table(("id", "status"), rows, empty="nothing")
     assert file.getvalue() == (
-        "id: 01a227b0-48d3-7c2b-a9b2-049c1948f144\nstatus: completed\n\nid: second\nstatus: failed\n"
+        "id: 01a227b0-48d3-7c2b-a9b2-049c1948f144\nstatus: completed\n\n"
+        "id: second\nstatus: failed\n"
     )
 
 
