@@ -15,7 +15,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from . import wire
 from .decisions import Replayed, Run, replayed, resolve, tool_error, unknown
@@ -38,8 +38,6 @@ from .wire import Idempotency, Kind
 
 log = logging.getLogger(__name__)
 
-#: Longer error messages are cut when they are recorded, in characters.
-MAX_MESSAGE = 65_536
 _OUTCOME_UNKNOWN = frozenset({"indeterminate", "timeout"})
 _FIRST_RETRY_PAUSE, _LONGEST_RETRY_PAUSE = 0.5, 30.0
 
@@ -112,6 +110,16 @@ class Effect:
     reconcile: Callable[[str, Any], Any] | None = None
 
 
+class OpenAnswer(Protocol):
+    """The outcome of a step that is still coming in."""
+
+    def settle(self) -> None:
+        """Take in what is still to come and record it; raises what recording raises."""
+
+    def close(self) -> None:
+        """Take in no more; never raises."""
+
+
 class ExecutionContext:
     """What a handler may know of its execution; see :func:`execution`.
 
@@ -142,6 +150,7 @@ class ExecutionContext:
         self._running = 0
         self._overdue = 0
         self._seen: set[str] = set()
+        self._open: dict[int, list[OpenAnswer]] = {}
         self._recorded: frozenset[str] | None = None
 
     def __repr__(self) -> str:
@@ -188,6 +197,8 @@ class ExecutionContext:
         try:
             yield
         finally:
+            for answer in self._open.pop(threading.get_ident(), ()):
+                answer.close()
             _current.reset(token)
             with self._lock:
                 self._ended = True
@@ -236,14 +247,25 @@ class ExecutionContext:
         self, kind: Kind, name: str, args: bytes, idempotency: Idempotency
     ) -> Run | Replayed:
         """Submit a step and return what to do with it; raises as :meth:`perform` does."""
+        for answer in self._open.pop(threading.get_ident(), ()):
+            answer.settle()
         self._guard()
         with self._kernel_errors():
             decision = self._kernel.submit(self.id, self._lease, kind, name, args, idempotency)
+            with self._lock:
+                self._seen.add(decision.step_id)
             found = resolve(decision, name)
-        with self._lock:
-            self._seen.add(found.step_id)
         self._trace("replayed" if isinstance(found, Replayed) else "runs", name, found.step_id)
         return found
+
+    def leave_open(self, answer: OpenAnswer) -> None:
+        """Note an answer that comes in pieces while the calling thread goes on.
+
+        It is settled before this thread's next effect, which may follow from it, and closed
+        when the handler ends.
+        """
+        with self._lock:
+            self._open.setdefault(threading.get_ident(), []).append(answer)
 
     def record(self, step_id: str, name: str, result: bytes) -> Replayed:
         """Record the JSON result of a step and return the outcome that now stands."""
@@ -289,11 +311,10 @@ class ExecutionContext:
 
     def _run(self, step_id: str, effect: Effect) -> Replayed:
         deadline = _Deadline(self, step_id, effect) if effect.timeout is not None else None
-        self._note_running(+1)
         try:
-            result, error = self._outcome(step_id, effect)
+            with self.running():
+                result, error = self._outcome(step_id, effect, deadline)
         finally:
-            self._note_running(-1)
             passed = deadline is not None and deadline.stop()
         if passed:
             assert deadline is not None
@@ -302,7 +323,9 @@ class ExecutionContext:
             return self.record_failure(step_id, effect.name, error)
         return self.record(step_id, effect.name, result)
 
-    def _outcome(self, step_id: str, effect: Effect) -> tuple[bytes, dict[str, Any] | None]:
+    def _outcome(
+        self, step_id: str, effect: Effect, deadline: _Deadline | None
+    ) -> tuple[bytes, dict[str, Any] | None]:
         """Run the body, again if it may be; return the JSON result, or what went wrong."""
         pause = _FIRST_RETRY_PAUSE
         for left in range(effect.retries, -1, -1):
@@ -317,6 +340,8 @@ class ExecutionContext:
             if left:
                 self.cancelled.wait(pause * random.uniform(0.75, 1.25))
                 self._guard_report()
+                if deadline is not None and deadline.passed:
+                    break
                 pause = min(pause * 2, _LONGEST_RETRY_PAUSE)
         return b"", error
 
@@ -394,6 +419,15 @@ class ExecutionContext:
         self._lease.lose(signal)
         self.end_with(signal)
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Count a body as running until the block ends, so that the lease is kept for it."""
+        self._note_running(+1)
+        try:
+            yield
+        finally:
+            self._note_running(-1)
+
     def _note_running(self, change: int, overdue: int = 0) -> None:
         """Keep the lease only while some body is still within its time.
 
@@ -404,12 +438,16 @@ class ExecutionContext:
             self._running += change
             self._overdue += overdue
             stuck = 0 < self._running == self._overdue
-        # Without attempts the kernel's next delivery looks like a repeat of this one.
-        self._lease.paused = stuck and self._lease.attempt is not None
+            # Without attempts the kernel's next delivery looks like a repeat of this one.
+            self._lease.paused = stuck and self._lease.attempt is not None
 
 
 class _Deadline:
-    """Records a step as failed when its time is up, while the body runs on."""
+    """Records a step as failed when its time is up, while the body runs on.
+
+    Attributes:
+        passed: whether the time was up before the body ended.
+    """
 
     def __init__(self, context: ExecutionContext, step_id: str, effect: Effect) -> None:
         assert effect.timeout is not None
@@ -418,7 +456,7 @@ class _Deadline:
         self._effect = effect
         self._lock = threading.Lock()
         self._over = False
-        self._passed = False
+        self.passed = False
         self._recorded = threading.Event()
         self._outcome: Replayed | BaseException | None = None
         self._timer = threading.Timer(effect.timeout, self._expire)
@@ -431,9 +469,9 @@ class _Deadline:
         with self._lock:
             self._over = True
         self._timer.cancel()
-        if self._passed:
+        if self.passed:
             self._context._note_running(0, overdue=-1)
-        return self._passed
+        return self.passed
 
     def outcome(self) -> Replayed:
         """Return what was recorded when the time was up; raises what recording it raised."""
@@ -447,7 +485,7 @@ class _Deadline:
         with self._lock:
             if self._over:
                 return
-            self._passed = True
+            self.passed = True
         self._context._note_running(0, overdue=+1)
         effect = self._effect
         message = (
@@ -467,8 +505,6 @@ class _Deadline:
 def describe(exc: Exception) -> dict[str, Any]:
     """Return the JSON that is recorded for an exception: its class name and its text."""
     message = safe_text(exc.message if isinstance(exc, ToolError) else exc)
-    if len(message) > MAX_MESSAGE:
-        message = f"{message[:MAX_MESSAGE]}… ({len(message) - MAX_MESSAGE} more characters)"
     return {"message": message, "type": type(exc).__name__}
 
 
@@ -481,7 +517,7 @@ def _result(value: Any, name: str) -> tuple[bytes, dict[str, Any] | None]:
                 f"the result of {name} has {len(result)} bytes of JSON, and the kernel takes "
                 f"{wire.MAX_BODY_BYTES}; store it elsewhere and return a reference to it"
             )
-    except (TypeError, ValueError) as exc:
+    except Exception as exc:
         log.warning("the result of %s cannot be recorded: %s", name, exc)
         return b"", describe(exc)
     return result, None

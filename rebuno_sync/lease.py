@@ -1,7 +1,8 @@
-"""The lease of a dispatch, and the thread that keeps leases alive (PROTOCOL 2, 4)."""
+"""The lease of a dispatch, and the threads that keep leases alive (PROTOCOL 2, 4)."""
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -17,6 +18,8 @@ log = logging.getLogger(__name__)
 #: What kernels that do not tell their lease time-out use, in seconds.
 DEFAULT_TIMEOUT = 120.0
 LONGEST_INTERVAL = 30.0
+#: How many beats may be on their way at once.
+MOST_THREADS = 8
 
 
 class Lease:
@@ -69,14 +72,16 @@ class Lease:
 
 
 class Heartbeats:
-    """One daemon thread that renews every lease it was given.
+    """Daemon threads that renew every lease they were given.
 
-    It runs only while there are leases. A beat that fails is logged and tried again well
-    before the lease is due; one that the kernel refuses loses the lease.
+    They run only while there are leases. One thread waits for whatever is due next; before it
+    sends a beat it leaves the watch to another, so that a beat that hangs delays no other lease.
+    A beat that fails is logged and tried again well before the lease is due; one that the kernel
+    refuses loses the lease, and a lost lease is never beaten again.
 
     Args:
         beat: renews one lease at the kernel within the given seconds, or raises.
-        name: the name of the thread.
+        name: the name of the threads.
     """
 
     def __init__(self, beat: Callable[[Lease, float], None], name: str) -> None:
@@ -86,57 +91,90 @@ class Heartbeats:
         self._due: list[tuple[float, int, Lease]] = []
         self._held: set[Lease] = set()
         self._order = itertools.count()
-        self._thread: threading.Thread | None = None
+        self._threads = 0
+        self._watched = False
 
     def add(self, lease: Lease) -> None:
-        """Keep ``lease`` alive from now on."""
+        """Keep ``lease`` alive from now on.
+
+        Raises:
+            RuntimeError: the system gives no thread for it.
+        """
         with self._changed:
+            if not self._watched and self._threads < MOST_THREADS:
+                self._start_thread()
             self._held.add(lease)
             self._schedule(lease, lease.interval)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                self._thread.start()
-            self._changed.notify()
 
     def remove(self, lease: Lease) -> None:
         """Let ``lease`` go."""
         with self._changed:
             self._held.discard(lease)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _schedule(self, lease: Lease, delay: float) -> None:
         heapq.heappush(self._due, (time.monotonic() + delay, next(self._order), lease))
+        self._changed.notify_all()
+
+    def _start_thread(self) -> None:
+        threading.Thread(target=self._loop, name=self._name, daemon=True).start()
+        self._threads += 1
+        self._watched = True
 
     def _loop(self) -> None:
-        while True:
-            with self._changed:
-                lease = self._next()
-                if lease is None:
-                    self._thread = None
-                    return
+        while (lease := self._take()) is not None:
             delay = lease.interval if lease.paused else self._beat_once(lease)
-            with self._changed:
-                if lease.cancelled.is_set():
-                    self._held.discard(lease)
-                elif lease in self._held:
-                    self._schedule(lease, delay)
+            if not self._put_back(lease, delay):
+                return
+
+    def _take(self) -> Lease | None:
+        """Wait for the next lease that is due, and leave the watch to another thread."""
+        with self._changed:
+            lease = self._next()
+            self._watched = False
+            if lease is None:
+                self._threads -= 1
+            elif len(self._held) > 1 and self._threads < MOST_THREADS:
+                # None to be had, as while the interpreter ends: then this one comes back.
+                with contextlib.suppress(RuntimeError):
+                    self._start_thread()
+            return lease
+
+    def _put_back(self, lease: Lease, delay: float) -> bool:
+        """Keep a lease for its next beat; tell whether this thread has the watch again."""
+        with self._changed:
+            if lease in self._held:
+                self._schedule(lease, delay)
+            if self._watched:
+                self._threads -= 1
+                return False
+            self._watched = True
+            return True
 
     def _next(self) -> Lease | None:
         """Wait for the next lease that is due; ``None`` once there is none left at all."""
         while self._held:
-            while self._due and self._due[0][2] not in self._held:
+            while self._due and not self._is_alive(self._due[0][2]):
                 heapq.heappop(self._due)
-            wait = self._due[0][0] - time.monotonic()
-            if wait <= 0:
+            wait = self._due[0][0] - time.monotonic() if self._due else None
+            if wait is not None and wait <= 0:
                 return heapq.heappop(self._due)[2]
-            self._changed.wait(wait)
+            if self._held:
+                self._changed.wait(wait)
         self._due.clear()
         return None
+
+    def _is_alive(self, lease: Lease) -> bool:
+        if lease.cancelled.is_set():
+            self._held.discard(lease)
+        return lease in self._held
 
     def _beat_once(self, lease: Lease) -> float:
         """Send one beat and return the seconds until the next."""
         try:
-            self._beat(lease, max(1.0, lease.interval / 3))
+            # Another try must fit in before the lease is due, even when this one hangs.
+            patience = min(max(1.0, lease.interval / 3), max(0.1, lease.remaining() / 2))
+            self._beat(lease, patience)
         except RebunoError as exc:
             if lease not in self._held:
                 return 0.0
@@ -148,11 +186,12 @@ class Heartbeats:
             log.warning(
                 "heartbeat failed, %.1f s of the lease left: %s: %s", lease.remaining(), lease, exc
             )
-            return min(lease.interval, max(lease.remaining() / 4, 0.05))
         except Exception:
             # One lease must never cost the others their beats.
             log.exception("heartbeat failed: %s", lease)
-        return lease.interval
+        else:
+            return lease.interval
+        return min(lease.interval, max(lease.remaining() / 4, 0.05))
 
 
 def refusal_of(exc: RebunoError) -> ControlFlow | None:

@@ -78,6 +78,9 @@ class Workers:
         Args:
             dispatch: the body of the webhook.
             scope: entered around the handler.
+
+        Raises:
+            RuntimeError: the system gives no thread for it; it is not held then.
         """
         with self._changed:
             if self._closing:
@@ -85,14 +88,21 @@ class Workers:
             if not self._make_way(dispatch):
                 return Acceptance.REPEATED
             run = Run(dispatch, Lease(dispatch), scope)
-            self._latest[dispatch.dispatch_id] = run
-            self._latest.move_to_end(dispatch.dispatch_id)
-            self._waiting.append(run)
-            self._forget_the_oldest()
             # The first beat is due within the interval, also while the dispatch waits.
             self._heartbeats.add(run.lease)
-            if self._idle == 0 and self._threads < self._limit:
-                self._start_thread()
+            self._waiting.append(run)
+            # A thread that has been woken for an earlier one still counts as idle.
+            if len(self._waiting) > self._idle and self._threads < self._limit:
+                try:
+                    self._start_thread()
+                except RuntimeError:
+                    if self._threads == 0:
+                        self._waiting.remove(run)
+                        self._heartbeats.remove(run.lease)
+                        raise
+            self._latest[dispatch.dispatch_id] = run
+            self._latest.move_to_end(dispatch.dispatch_id)
+            self._forget_the_oldest()
             self._changed.notify()
         return Acceptance.TAKEN
 
@@ -145,16 +155,21 @@ class Workers:
         Returns:
             Whether every running handler ended in time.
         """
+        self.refuse()
+        with self._changed:
+            done = self._changed.wait_for(lambda: not self._running, timeout)
+            for run in self._running:
+                self._give_up(run, f"still ran after {timeout:g} s")
+        return done
+
+    def refuse(self) -> None:
+        """Take nothing more, and give up what has not begun: the first half of :meth:`close`."""
         with self._changed:
             self._closing = True
             for run in self._waiting:
                 self._give_up(run, "had not begun")
             self._waiting.clear()
             self._changed.notify_all()
-            done = self._changed.wait_for(lambda: not self._running, timeout)
-            for run in self._running:
-                self._give_up(run, f"still ran after {timeout:g} s")
-        return done
 
     def _give_up(self, run: Run, why: str) -> None:
         log.warning("shutting down: %s %s and is given up", run.lease, why)
@@ -164,12 +179,11 @@ class Workers:
     # Threads
 
     def _start_thread(self) -> None:
+        # Daemons: a hung handler must not keep a worker process from ending.
+        name = f"{self._name}-{self._started + 1}"
+        threading.Thread(target=self._loop, name=name, daemon=True).start()
         self._threads += 1
         self._started += 1
-        # Daemons: a hung handler must not keep a worker process from ending.
-        threading.Thread(
-            target=self._loop, name=f"{self._name}-{self._started}", daemon=True
-        ).start()
 
     def _loop(self) -> None:
         while True:
@@ -212,6 +226,7 @@ class Workers:
             if run.lease.signal is not None:
                 self._waiting.remove(run)
                 self._heartbeats.remove(run.lease)
+                self._changed.notify_all()
             elif not self._must_wait(run):
                 self._waiting.remove(run)
                 return run
