@@ -96,7 +96,7 @@ class AgentProcess:
         assert self._process.stdout is not None
         reader = threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True)
         reader.start()
-        self._connection = http.client.HTTPConnection("127.0.0.1", self._port(), timeout=60)
+        self._port = self._listening()
 
     def _listen(self, lines: IO[str]) -> None:
         for line in lines:
@@ -104,7 +104,7 @@ class AgentProcess:
             if found := self._address.search(line):
                 self._found.put(int(found[1]))
 
-    def _port(self) -> int:
+    def _listening(self) -> int:
         """Wait until the agent has printed where it listens, and does."""
         deadline = time.monotonic() + _START
         port = 0
@@ -133,18 +133,20 @@ class AgentProcess:
             "Content-Type": "application/json",
             "Rebuno-Signature": signing.sign_body(SECRET, body),
         }
+        # A connection of its own each time: servers differ in how long they keep one.
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
         begin = time.perf_counter()
-        self._connection.request("POST", "/webhook", body, headers)
-        response = self._connection.getresponse()
+        connection.request("POST", "/webhook", body, headers)
+        response = connection.getresponse()
         response.read()
         seconds = time.perf_counter() - begin
+        connection.close()
         if not 200 <= response.status < 300:
             raise RuntimeError(f"the webhook was answered {response.status}: {self._told()}")
         return seconds, self.kernel.next_output()
 
     def close(self) -> None:
         """End the process, kindly first."""
-        self._connection.close()
         self._process.terminate()
         try:
             self._process.wait(30)
