@@ -12,16 +12,20 @@ class Clock:
 
     Leases, approvals, rate limits, back-offs and time stamps follow it. The time stamps of
     request signatures do not: those are held against the machine's own clock.
+
+    Args:
+        source: the time before it was moved, in seconds since the Unix epoch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, source: Callable[[], float] = time.time) -> None:
+        self._source = source
         self._lock = threading.Lock()
         self._moved = 0.0
         self._listeners: list[Callable[[], None]] = []
 
     def now(self) -> float:
         """Return the time, in seconds since the Unix epoch."""
-        return time.time() + self._moved
+        return self._source() + self._moved
 
     def advance(self, seconds: float) -> None:
         """Move the clock forward; what became due has happened when this returns.

@@ -76,7 +76,9 @@ def apply(tx: Transaction, entries: tuple[Entry, ...]) -> None:
 
 def _entries(content: Any, folder: Path) -> tuple[Entry, ...]:
     _check_keys(content, "the manifest", ("agents",))
-    agents = content.get("agents") or []
+    agents = content.get("agents")
+    if agents is None:
+        return ()
     if not isinstance(agents, list):
         raise ManifestError("agents must be a list")
     entries = tuple(_entry(agent, f"agents[{i}]", folder) for i, agent in enumerate(agents))
