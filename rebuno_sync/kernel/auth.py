@@ -49,7 +49,8 @@ class Authenticator:
         if self._token is None:
             return
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        expected, given = self._token.encode(), token.strip().encode("utf-8", "surrogatepass")
+        # A header comes as Latin-1, whatever bytes were sent.
+        expected, given = self._token.encode(), token.strip().encode("latin-1", "replace")
         if scheme.lower() != "bearer" or not hmac.compare_digest(expected, given):
             raise refusals.unauthorized("send the kernel's token: Authorization: Bearer <token>")
 
