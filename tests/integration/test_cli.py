@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -564,7 +565,7 @@ def test_without_a_kernel_to_speak_to() -> None:
 
 
 def test_an_unreachable_kernel_is_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rebuno_sync.client.PATIENCE", 0.0)
+    monkeypatch.setattr(Client, "_call", functools.partialmethod(Client._call, patience=0.0))
     result = run(f"http://127.0.0.1:{free_port()}", "exec", "ls")
     assert result.exit_code == 3
     assert "could not be reached" in result.stderr
@@ -586,7 +587,7 @@ def test_what_is_no_kernel_is_no_trace(
 ) -> None:
     from tests.scripted import served as serving
 
-    monkeypatch.setattr("rebuno_sync.client.PATIENCE", 0.0)
+    monkeypatch.setattr(Client, "_call", functools.partialmethod(Client._call, patience=0.0))
 
     def app(environ: Any, start_response: Any) -> list[bytes]:
         start_response(status, [("Content-Type", "text/html"), ("Location", "/login")])

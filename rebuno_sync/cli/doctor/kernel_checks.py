@@ -242,6 +242,6 @@ def _answers(agent: Agent, url: str, unsigned: int, signed: int) -> Finding:
             "webhook",
             f"the agent at {url} answers HTTP {signed} to what is signed",
             "It takes no dispatches now.",
-            "See the log of the app; 503 is an agent without a handler, or one that shuts down.",
+            "See the log of the app; 503 is an agent that shuts down.",
         )
     return Finding("ok", "webhook", f"the agent {agent.agent_id} answers at {url}")
