@@ -15,6 +15,7 @@ from rebuno_sync.errors import APIError
 from rebuno_sync.kernel import (
     approvals,
     identity,
+    metrics,
     queries,
     refusals,
     registry,
@@ -22,7 +23,7 @@ from rebuno_sync.kernel import (
     views,
 )
 from rebuno_sync.kernel.auth import Authenticator
-from rebuno_sync.kernel.bodies import Body
+from rebuno_sync.kernel.bodies import MAX_INTEGER, Body
 from rebuno_sync.kernel.ids import parse_id
 from rebuno_sync.kernel.live import Hub
 from rebuno_sync.kernel.store import Store, StoreError, Transaction
@@ -52,6 +53,7 @@ class Api:
         routes: list[tuple[str, str, Callable[..., Response]]] = [
             ("GET", "/v0/health", self.health),
             ("GET", "/v0/ready", self.ready),
+            ("GET", "/metrics", self.metrics),
             ("POST", "/v0/executions", self.create_execution),
             ("GET", "/v0/executions", self.list_executions),
             ("GET", f"{_EXECUTION}", self.get_execution),
@@ -97,6 +99,11 @@ class Api:
         with self._store.read() as tx:
             tx.one("SELECT 1")
         return _json({"status": "ready"})
+
+    def metrics(self) -> Response:
+        with self._store.read() as tx:
+            text = metrics.render(tx)
+        return Response(text, content_type=metrics.CONTENT_TYPE)
 
     # Executions, for clients
 
@@ -147,7 +154,7 @@ class Api:
         after = request.args.get("after_seq", 0, type=int)  # unreadable counts as 0
         with self._store.read() as tx:
             row = queries.execution(tx, _execution_id(execution_id))
-            rows = queries.events(tx, row["id"], after, _limit(100, 1000))
+            rows = queries.events(tx, row["id"], min(max(0, after), MAX_INTEGER), _limit(100, 1000))
         return _json([views.event(row) for row in rows])
 
     def watch_stream(self, execution_id: str) -> Response:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, Final
 
 from rebuno_sync.kernel import jsontext, refusals
+
+#: What 64 bits hold, which is as far as databases and other readers of JSON go.
+MAX_INTEGER: Final = 2**63 - 1
 
 
 class Body:
@@ -70,14 +73,14 @@ class Body:
         return value
 
     def count(self, name: str) -> int:
-        """Return a field that must be there, as an integer from 0.
+        """Return a field that must be there, as an integer from 0 to 2⁶³-1.
 
         Raises:
             ValidationError: it is not.
         """
         value = self.value(name)
-        if type(value) is not int or value < 0:
-            raise refusals.invalid(f"{name} must be an integer of at least 0")
+        if type(value) is not int or not 0 <= value <= MAX_INTEGER:
+            raise refusals.invalid(f"{name} must be an integer from 0 to {MAX_INTEGER}")
         return value
 
     def number(self, name: str) -> float | None:
@@ -89,6 +92,10 @@ class Body:
         value = self.value(name)
         if value is None:
             return None
-        if type(value) not in (int, float) or not math.isfinite(value):
+        try:
+            number = float(value) if type(value) in (int, float) else math.nan
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
             raise refusals.invalid(f"{name} must be a number, got {self.raw(name):.100}")
-        return float(value)
+        return number

@@ -117,7 +117,7 @@ def undelivered(tx: Transaction, claim: Claim, answered: bool) -> None:
     tx.run(
         "UPDATE dispatches SET state = 'pending', failures = ?, available_at = ? WHERE seq = ?",
         failures,
-        tx.now + backoff(failures),
+        tx.now + backoff(row["attempt"]),
         row["seq"],
     )
     if failures >= MAX_FAILURES:
@@ -125,9 +125,9 @@ def undelivered(tx: Transaction, claim: Claim, answered: bool) -> None:
     tx.queue_changed = True
 
 
-def backoff(failures: int) -> float:
-    """Return how long to wait after so many failed deliveries in a row, in seconds."""
-    delay = min(_LONGEST_DELAY, 2.0 ** (failures - 1))
+def backoff(attempt: int) -> float:
+    """Return how long to wait after the delivery of this attempt failed, in seconds."""
+    delay = min(_LONGEST_DELAY, 2.0 ** min(attempt - 1, 10))
     return delay * (1 + random.random() / 4)
 
 

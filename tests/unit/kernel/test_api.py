@@ -411,6 +411,8 @@ def test_pages_of_events(caller: Caller, webhooks: Webhooks) -> None:
     assert page("after_seq=2&limit=2") == [3, 4]
     assert page("after_seq=4") == []
     assert page("limit=5000") == [1, 2, 3, 4]
+    assert page("after_seq=-7") == [1, 2, 3, 4]
+    assert page(f"after_seq={10**30}") == []
     refused(caller.client("GET", f"/v0/executions/{id}/events?limit=x"), 400, "validation_error")
 
 
@@ -439,6 +441,7 @@ def test_an_agent_s_secret_is_told_nobody(caller: Caller, webhooks: Webhooks) ->
         ({"webhook_url": "x"}, "webhook_url must be"),
         ({"secret": None}, "secret is missing"),
         ({"lease_timeout_seconds": "5"}, "lease_timeout_seconds must be a number"),
+        ({"lease_timeout_seconds": 10**400}, "lease_timeout_seconds must be a number"),
         ({"lease_timeout_seconds": True}, "lease_timeout_seconds must be a number"),
         ({"lease_timeout_seconds": 0}, "lease_timeout_seconds must be a number above 0"),
         ({"surprise": 1}, "unknown field"),
@@ -501,6 +504,35 @@ def test_policies_and_approvals(caller: Caller, webhooks: Webhooks) -> None:
     }
 
 
+def test_metrics_count_what_there_is(
+    kernel: EmbeddedKernel, caller: Caller, webhooks: Webhooks
+) -> None:
+    webhooks.answer = lambda body: 500
+    ids = [create(caller)["id"] for _ in range(3)]
+    caller.client("POST", f"/v0/executions/{ids[0]}/cancel")
+    for _ in ids:
+        webhooks.next()
+
+    def figures() -> dict[str, float]:
+        answer = caller.client("GET", "/metrics")
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        rows = [row for row in answer.text.splitlines() if not row.startswith("#")]
+        return {name: float(value) for name, value in (row.rsplit(" ", 1) for row in rows)}
+
+    eventually(lambda: figures()["rebuno_dispatches_queued"] == 2)
+    webhooks.answer = lambda body: 200
+    kernel.advance(10)
+    eventually(lambda: figures()["rebuno_dispatches_in_flight"] == 2)
+    assert figures() == {
+        'rebuno_executions{status="cancelled"}': 1,
+        'rebuno_executions{status="running"}': 2,
+        "rebuno_dispatches_queued": 0,
+        "rebuno_dispatch_overdue_seconds": 0,
+        "rebuno_dispatches_in_flight": 2,
+        "rebuno_approvals_pending": 0,
+    }
+
+
 # Live output
 
 
@@ -517,6 +549,7 @@ def test_deltas_that_will_not_do(caller: Caller, webhooks: Webhooks) -> None:
         {"seq": 1.0, "data": ""},
         {"seq": True, "data": ""},
         {"seq": "0", "data": ""},
+        {"seq": 2**63, "data": ""},
         {"data": ""},
         {"seq": 0},
         {"seq": 0, "data": 7},
