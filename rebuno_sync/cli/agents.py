@@ -8,7 +8,15 @@ from collections.abc import Sequence
 
 import click
 
-from rebuno_sync.cli.session import Misuse, Session, for_each, kernel_options, pass_session
+from rebuno_sync.cli.session import (
+    Misuse,
+    Session,
+    for_each,
+    ids_option,
+    kernel_options,
+    listed,
+    pass_session,
+)
 from rebuno_sync.cli.times import age_text
 from rebuno_sync.cli.values import id_argument, read_text
 
@@ -22,14 +30,13 @@ def agents() -> None:
 
 
 @agents.command("ls")
+@ids_option
 @kernel_options
 @pass_session
-def list_agents(session: Session) -> None:
+def list_agents(session: Session, ids: bool) -> None:
     """List the registered agents."""
     found = session.client.agents()
-    if session.json:
-        for agent in found:
-            session.output.record(agent)
+    if listed(session, found, ids=ids):
         return
     session.output.table(
         ("id", "webhook", "lease", "policy", "registered"),

@@ -8,7 +8,14 @@ import click
 
 from rebuno_sync.cli.asking import login_name
 from rebuno_sync.cli.output import compact, pretty
-from rebuno_sync.cli.session import Session, for_each, kernel_options, pass_session
+from rebuno_sync.cli.session import (
+    Session,
+    for_each,
+    ids_option,
+    kernel_options,
+    listed,
+    pass_session,
+)
 from rebuno_sync.cli.times import age_text
 from rebuno_sync.cli.values import id_argument
 from rebuno_sync.errors import APIError
@@ -22,14 +29,13 @@ def approvals() -> None:
 
 
 @approvals.command("ls")
+@ids_option
 @kernel_options
 @pass_session
-def list_approvals(session: Session) -> None:
+def list_approvals(session: Session, ids: bool) -> None:
     """List the approvals that wait for a decision, with the step that each is about."""
     found = session.client.approvals()
-    if session.json:
-        for approval in found:
-            session.output.record(approval)
+    if listed(session, found, ids=ids):
         return
     session.output.table(
         ("id", "execution", "waiting", "runs out", "may decide", "step", "message"),

@@ -13,7 +13,9 @@ from rebuno_sync.cli.session import (
     Session,
     exit_code_of,
     for_each,
+    ids_option,
     kernel_options,
+    listed,
     pass_session,
 )
 from rebuno_sync.cli.timeline import error_text
@@ -118,18 +120,17 @@ def create(
     show_default=True,
     help="At most so many; 0 for all.",
 )
+@ids_option
 @kernel_options
 @pass_session
 def list_executions(
-    session: Session, agent_id: str, status: str | None, session_id: str, limit: int
+    session: Session, agent_id: str, status: str | None, session_id: str, limit: int, ids: bool
 ) -> None:
     """List executions, the newest first."""
     found = session.client.list(
         agent_id=agent_id, status=status or "", session=session_id, limit=limit or None
     )
-    if session.json:
-        for execution in found:
-            session.output.record(execution)
+    if listed(session, found, ids=ids):
         return
     session.output.table(
         ("id", "agent", "status", "created", "took", "what"),
@@ -193,9 +194,7 @@ def _fields(execution: Execution) -> Iterator[tuple[str, str]]:
 def events(session: Session, execution_id: str, after_seq: int) -> None:
     """Show the recorded events of an execution, in order."""
     found = session.client.events(execution_id, after_seq=after_seq)
-    if session.json:
-        for event in found:
-            session.output.record(event)
+    if listed(session, found):
         return
     session.output.table(
         ("seq", "time", "event", "payload"),
@@ -224,9 +223,7 @@ def steps(session: Session, execution_id: str, step_id: str) -> None:
             session.output.fields(_step_fields(step))
         return
     found = session.client.steps(execution_id)
-    if session.json:
-        for step in found:
-            session.output.record(step)
+    if listed(session, found):
         return
     session.output.table(
         ("step", "kind", "target", "status", "took", "arguments", "outcome"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -147,6 +147,22 @@ def kernel_options(command: F) -> F:
         "--url", "url", metavar="URL", help="Where the kernel is; REBUNO_URL by default."
     )(command)
     return json_option(command)
+
+
+def ids_option(command: F) -> F:
+    """Add ``--quiet``."""
+    return click.option("-q", "--quiet", "ids", is_flag=True, help="Print the ids alone.")(command)
+
+
+def listed(session: Session, found: Iterable[Any], *, ids: bool = False) -> bool:
+    """Print models as JSON, or their ids alone; tell whether one of these was asked for."""
+    if session.json:
+        for model in found:
+            session.output.record(model)
+    elif ids:
+        for model in found:
+            session.output.line(model.id)
+    return session.json or ids
 
 
 def for_each(session: Session, ids: Sequence[str], act: Callable[[str], None], done: str) -> None:
