@@ -4,6 +4,7 @@ from .agent import Result
 from .client import Client
 from .context import execution, previous
 from .decisions import raise_for_refusal
+from .effects.llm_clients import http_client, requests_session
 from .effects.step import step
 from .effects.tool import tool, wrap_tool
 from .errors import (
@@ -50,8 +51,10 @@ __all__ = [
     "bind_context",
     "execution",
     "failure_reason",
+    "http_client",
     "previous",
     "raise_for_refusal",
+    "requests_session",
     "step",
     "tool",
     "wrap_tool",

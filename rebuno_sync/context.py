@@ -113,11 +113,14 @@ class Effect:
 class OpenAnswer(Protocol):
     """The outcome of a step that is still coming in."""
 
-    def settle(self) -> None:
-        """Take in what is still to come and record it; raises what recording raises."""
+    def settle(self) -> bool:
+        """Record all of it, unless another thread reads it; tell whether it is done with.
 
-    def close(self) -> None:
-        """Take in no more; never raises."""
+        Raises what recording raises.
+        """
+
+    def end(self) -> None:
+        """Record what has come, as the handler has ended; never raises."""
 
 
 class ExecutionContext:
@@ -150,7 +153,7 @@ class ExecutionContext:
         self._running = 0
         self._overdue = 0
         self._seen: set[str] = set()
-        self._open: dict[int, list[OpenAnswer]] = {}
+        self._open: set[OpenAnswer] = set()
         self._recorded: frozenset[str] | None = None
 
     def __repr__(self) -> str:
@@ -197,8 +200,8 @@ class ExecutionContext:
         try:
             yield
         finally:
-            for answer in self._open.pop(threading.get_ident(), ()):
-                answer.close()
+            for answer in self._opened():
+                answer.end()
             _current.reset(token)
             with self._lock:
                 self._ended = True
@@ -247,8 +250,10 @@ class ExecutionContext:
         self, kind: Kind, name: str, args: bytes, idempotency: Idempotency
     ) -> Run | Replayed:
         """Submit a step and return what to do with it; raises as :meth:`perform` does."""
-        for answer in self._open.pop(threading.get_ident(), ()):
-            answer.settle()
+        for answer in self._opened():
+            if answer.settle():
+                with self._lock:
+                    self._open.discard(answer)
         self._guard()
         with self._kernel_errors():
             decision = self._kernel.submit(self.id, self._lease, kind, name, args, idempotency)
@@ -259,13 +264,17 @@ class ExecutionContext:
         return found
 
     def leave_open(self, answer: OpenAnswer) -> None:
-        """Note an answer that comes in pieces while the calling thread goes on.
+        """Note an answer that comes in pieces while the handler goes on.
 
-        It is settled before this thread's next effect, which may follow from it, and closed
-        when the handler ends.
+        It is settled before the next effect, which may follow from what has come, and ended
+        with the handler.
         """
         with self._lock:
-            self._open.setdefault(threading.get_ident(), []).append(answer)
+            self._open.add(answer)
+
+    def _opened(self) -> tuple[OpenAnswer, ...]:
+        with self._lock:
+            return tuple(self._open)
 
     def record(self, step_id: str, name: str, result: bytes) -> Replayed:
         """Record the JSON result of a step and return the outcome that now stands."""

@@ -11,9 +11,11 @@ from typing import Any
 from .errors import (
     APIError,
     Blocked,
+    ControlFlow,
     LeaseSuperseded,
     PolicyError,
     RateLimited,
+    RebunoError,
     Terminated,
     ToolError,
     safe_text,
@@ -120,8 +122,11 @@ def _text(value: Any) -> str:
 
 REFUSAL_MARKER = "rebuno_refusal"
 _REFUSAL = re.compile(
-    REFUSAL_MARKER + r": (?P<decision>[a-z_]+)(?: reason=(?P<reason>[^\"'\\\n}]*))?"
+    REFUSAL_MARKER + r": (?P<decision>[a-z_]+)(?: reason=(?P<reason>.*))?", re.DOTALL
 )
+#: Where a refusal ends that is quoted in the text of an exception.
+_END_OF_QUOTE = re.compile(r"[\"'\\\n}]")
+_DEEPEST = 8
 
 
 def refusal_text(decision: str, reason: str = "") -> str:
@@ -129,29 +134,40 @@ def refusal_text(decision: str, reason: str = "") -> str:
     return f"{REFUSAL_MARKER}: {decision}" + (f" reason={reason}" if reason else "")
 
 
+def refused(text: str) -> ControlFlow | RebunoError | None:
+    """Return the signal or error that a refusal in ``text`` stands for; ``None`` without one."""
+    match = _REFUSAL.search(text)
+    if match is None:
+        return None
+    reason = match["reason"] or ""
+    if match.start() > 0:
+        reason = _END_OF_QUOTE.split(reason, maxsplit=1)[0]
+    if match["decision"] == "lease_superseded":
+        return LeaseSuperseded()
+    try:
+        resolve(Decision(match["decision"], reason=reason.strip()), "llm")
+    except APIError:
+        return None
+    except (ControlFlow, RebunoError) as refusal:
+        return refusal.with_traceback(None)
+    return None
+
+
 def raise_for_refusal(exc: BaseException) -> None:
     """Raise the control-flow signal or error that ``exc`` carries from a refused LLM call.
 
-    The marker is looked for in the exception, in its causes and contexts and in the members of
-    exception groups, so it is found behind whatever a framework wrapped around it. Returns when
-    there is none.
+    The marker is looked for in the exception, in the answer that it came with, in its causes and
+    contexts and in the members of exception groups, so it is found behind whatever a framework
+    wrapped around it. Returns when there is none.
 
     Raises:
         Blocked, Terminated, LeaseSuperseded, PolicyError, RateLimited: as PROTOCOL 11 says.
     """
     for found in _chain(exc):
-        match = _REFUSAL.search(_all_text(found))
-        if match is None:
-            continue
-        decision, reason = match["decision"], (match["reason"] or "").strip()
-        if decision == "lease_superseded":
-            raise LeaseSuperseded from exc
-        try:
-            resolve(Decision(decision, reason=reason), "llm")
-        except APIError:
-            continue
-        except BaseException as signal:
-            raise signal from exc
+        for text in _texts(found):
+            refusal = refused(text)
+            if refusal is not None:
+                raise refusal from exc
 
 
 def _chain(exc: BaseException) -> Iterator[BaseException]:
@@ -170,6 +186,22 @@ def _chain(exc: BaseException) -> Iterator[BaseException]:
             waiting += [member for member in members if isinstance(member, BaseException)]
 
 
-def _all_text(exc: BaseException) -> str:
-    body = getattr(exc, "body", None)
-    return safe_text(exc) if body is None else f"{safe_text(exc)}\n{safe_text(body)}"
+def _texts(exc: BaseException) -> Iterator[str]:
+    """Yield what an exception says, whole texts before those that quote them."""
+    yield from _strings(getattr(exc, "body", None))
+    # What has been read of the answer already; asking for it in public could read the network.
+    content = getattr(getattr(exc, "response", None), "_content", None)
+    if isinstance(content, bytes) and REFUSAL_MARKER.encode() in content:
+        try:
+            yield from _strings(json.loads(content))
+        except ValueError:
+            yield content.decode("utf-8", "replace")
+    yield safe_text(exc)
+
+
+def _strings(value: Any, depth: int = 0) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)) and depth < _DEEPEST:
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part, depth + 1)
