@@ -83,7 +83,7 @@ def test_a_dispatch_that_waits_for_a_retry_is_retired(kernel: Kernel) -> None:
     kernel.needs_clock()
     kernel.pass_time(60)
     agent.no_delivery(attempt.execution_id)
-    assert "dispatch.acked" not in kernel.types(attempt.execution_id)
+    assert kernel.types(attempt.execution_id)[-1] == "execution.cancelled"
 
 
 def test_report_on_a_cancelled_step(attempt: Attempt) -> None:

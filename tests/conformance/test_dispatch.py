@@ -101,6 +101,7 @@ def test_webhook(attempt: Attempt) -> None:
         "lease_timeout_seconds",
     }
     assert body["dispatch_attempt"] == 1
+    assert type(body["dispatch_attempt"]) is int
     assert body["lease_timeout_seconds"] > 0
 
 

@@ -95,6 +95,7 @@ def test_a_bucket_holds_no_more_than_max_calls(kernel: Kernel, id: str) -> None:
     """8: a bucket of max_calls."""
     kernel.needs_clock()
     attempt = kernel.agent(policy=policy(id, max_calls=1, window="10s"), lease_timeout=3600).start()
+    attempt.proceed("lim")
     kernel.pass_time(1000)
     attempt.proceed("lim")
     limited(attempt)
