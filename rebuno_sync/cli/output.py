@@ -30,6 +30,8 @@ _UNSAFE = re.compile(
 _WHITE = re.compile(r"\s*[\r\n\t]\s*")
 #: A table that is not for a screen is never cut.
 _UNBOUNDED = 100_000
+#: The last column of a table on a screen is folded, but not to fewer characters than this.
+_LEAST_FOLDED = 24
 
 STYLES = {
     "pending": "yellow",
@@ -167,23 +169,15 @@ class Output:
                 self.console.print(table)
             for line in captured.get().splitlines():
                 click.echo(line.rstrip())
-        elif self._least_width(table) <= self.console.width:
+        elif _least_width(columns, cells) <= self.console.width:
             self.console.print(table)
         else:
             self._blocks(columns, cells)
 
-    def _least_width(self, table: RenderableType) -> int:
-        from rich.measure import Measurement
-
-        # Asked about the real width, rich answers with at most that.
-        options = self.console.options.update(max_width=_UNBOUNDED)
-        return Measurement.get(self.console, options, table).minimum
-
     def _table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> RenderableType:
-        from rich import box
         from rich.table import Table
 
-        table = Table(box=box.SIMPLE_HEAD if self.console.is_terminal else None, pad_edge=False)
+        table = Table(box=None, pad_edge=False)
         for name in columns:
             table.add_column(name, no_wrap=name != columns[-1], overflow="fold")
         for row in rows:
@@ -205,3 +199,11 @@ class Output:
             style = STYLES.get(value, "") if name == "status" else ""
             shown = value if "\n" not in value else "\n  " + value.replace("\n", "\n  ")
             self.line((f"{name}: ", "bold"), (shown, style))
+
+
+def _least_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Return how wide a terminal must be for a table: only the last column may be folded."""
+    from rich.cells import cell_len
+
+    widths = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
+    return sum(widths[:-1]) + min(widths[-1], _LEAST_FOLDED) + 2 * (len(columns) - 1)

@@ -27,7 +27,14 @@ from rebuno_sync.transport import Transport
 from rebuno_sync.wire import Dispatch
 from tests.integration.terminal import COMMAND, environment, on_a_terminal, running_command
 from tests.running import Running, running
-from tests.scripted import wait_until
+from tests.scripted import (
+    GENERATION_1,
+    GENERATION_2,
+    GENERATION_3,
+    Generation,
+    ScriptedKernel,
+    wait_until,
+)
 
 NOBODY = "00000000-0000-7000-8000-000000000000"
 POLICY = """
@@ -284,6 +291,7 @@ def test_executions_are_listed_and_filtered(served: Running, holding: threading.
     assert one not in [row["id"] for row in running_now]
     everything = lines(run(url, "exec", "ls", "--limit", "0", "--json"))
     assert {one, two} <= {row["id"] for row in everything}
+    assert run(url, "exec", "ls", "-q", "--limit", "2").stdout == f"{two}\n{one}\n"
     nothing = run(url, "exec", "ls", "--agent", "nobody")
     assert (nothing.stdout, nothing.stderr) == ("", "There are no executions.\n")
 
@@ -516,6 +524,33 @@ def test_policies_are_tested_without_a_kernel(tmp_path: Path) -> None:
     malformed = run("", "policy", "test", str(bundle))
     assert malformed.exit_code == 1
     assert malformed.stderr.startswith("Error: rule 'r': then.decision: 'permit' is not one of")
+
+
+# Kernels of other generations
+
+
+@pytest.mark.parametrize("generation", [GENERATION_1, GENERATION_2, GENERATION_3], ids=str)
+def test_kernels_of_every_generation_are_spoken_to(generation: Generation) -> None:
+    with ScriptedKernel(generation) as kernel:
+        added = run(kernel.url, "agents", "add", "a1", "http://127.0.0.1:9/", "--secret", "s")
+        assert added.stdout == "registered a1  http://127.0.0.1:9/\n"
+        (agent,) = lines(run(kernel.url, "agents", "ls", "--json"))
+        assert (agent["id"], agent["webhook_url"]) == ("a1", "http://127.0.0.1:9/")
+        assert not any("secret" in name.lower() for name in agent)
+        created = run(kernel.url, "exec", "create", "a1", "--input", "[1.0, 2]")
+        assert created.exit_code == 0, created.stderr
+        execution_id = created.stdout.strip()
+        assert (
+            "input: \n  [\n    1.0,\n    2\n  ]"
+            in run(kernel.url, "exec", "get", execution_id).stdout
+        )
+        assert run(kernel.url, "exec", "ls", "-q").stdout.strip() == execution_id
+        assert "dispatch.queued" in run(kernel.url, "exec", "events", execution_id).stdout
+        assert run(kernel.url, "exec", "steps", execution_id).stderr == "There are no steps.\n"
+        assert run(kernel.url, "approvals", "ls").stderr == "No approval is pending.\n"
+        assert run(kernel.url, "exec", "cancel", execution_id).exit_code == 0
+        assert run(kernel.url, "exec", "cancel", execution_id).exit_code == 1
+        assert run(kernel.url, "agents", "rm", "a1").exit_code == 0
 
 
 # Errors

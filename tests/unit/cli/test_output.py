@@ -86,7 +86,15 @@ def test_markup_is_text() -> None:
 def test_a_table_on_a_wide_terminal_has_one_line_a_row() -> None:
     output, file = output_on(80)
     output.table(("id", "status"), [("0" * 36, "failed\n\x1b[2J")], empty="nothing")
-    assert f" {'0' * 36}   failed ␛[2J" in file.getvalue()
+    table = [line.rstrip() for line in file.getvalue().splitlines()]
+    assert table == [f"id{'':36}status", f"{'0' * 36}  failed ␛[2J"]
+
+
+def test_only_the_last_column_is_folded() -> None:
+    output, file = output_on(60)
+    output.table(("id", "what"), [("0" * 30, "x" * 50)], empty="nothing")
+    table = [line.rstrip() for line in file.getvalue().splitlines()]
+    assert table == [f"id{'':30}what", f"{'0' * 30}  {'x' * 28}", f"{'':32}{'x' * 22}"]
 
 
 def test_on_a_narrow_terminal_every_id_can_still_be_copied() -> None:
