@@ -24,6 +24,7 @@ from rebuno_sync.kernel import (
 )
 from rebuno_sync.kernel.auth import Authenticator
 from rebuno_sync.kernel.bodies import MAX_INTEGER, Body
+from rebuno_sync.kernel.hosts import check_origin
 from rebuno_sync.kernel.ids import parse_id
 from rebuno_sync.kernel.live import Hub
 from rebuno_sync.kernel.store import Store, StoreError, Transaction
@@ -83,6 +84,7 @@ class Api:
         ]
         for method, rule, view in routes:
             app.add_url_rule(rule, view.__name__, view, methods=[method])
+        app.before_request(lambda: check_origin(request))
         app.register_error_handler(APIError, _refuse)
         app.register_error_handler(RequestEntityTooLarge, _refuse_size)
         app.register_error_handler(HTTPException, _refuse_route)

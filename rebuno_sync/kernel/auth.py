@@ -10,6 +10,7 @@ from flask import Request
 
 from rebuno_sync import signing, wire
 from rebuno_sync.kernel import refusals
+from rebuno_sync.kernel.hosts import Hosts
 from rebuno_sync.kernel.ids import parse_id
 from rebuno_sync.kernel.leases import Lease
 from rebuno_sync.kernel.store import Store
@@ -23,6 +24,7 @@ class Authenticator:
     Args:
         store: where the agents' secrets are.
         bearer_token: what clients must show; ``None`` when they need not.
+        hosts: the names under which clients that need no token must ask.
         accept_body_signatures: whether a signature over the body alone will do.
         accept_generation_1: whether agents that know no attempts, and name their dispatch only
             when they submit a step, are served.
@@ -32,11 +34,13 @@ class Authenticator:
         self,
         store: Store,
         bearer_token: str | None,
+        hosts: Hosts,
         accept_body_signatures: bool,
         accept_generation_1: bool,
     ) -> None:
         self._store = store
         self._token = bearer_token
+        self._hosts = hosts
         self._accept_body_signatures = accept_body_signatures
         self._accept_generation_1 = accept_generation_1
 
@@ -45,8 +49,10 @@ class Authenticator:
 
         Raises:
             UnauthorizedError: the token is missing or wrong.
+            ForbiddenError: there is no token, and the kernel was asked for under another name.
         """
         if self._token is None:
+            self._hosts.check(request)
             return
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         # A header comes as Latin-1, whatever bytes were sent.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +17,10 @@ from rebuno_sync.kernel.api import Api
 from rebuno_sync.kernel.auth import Authenticator
 from rebuno_sync.kernel.clock import Clock
 from rebuno_sync.kernel.dispatch import Dispatcher
+from rebuno_sync.kernel.hosts import Hosts
 from rebuno_sync.kernel.live import Hub
+from rebuno_sync.kernel.page import Page
+from rebuno_sync.kernel.page_guard import Guard
 from rebuno_sync.kernel.server import Server
 from rebuno_sync.kernel.store import Store
 
@@ -42,10 +45,13 @@ class EmbeddedKernel:
         accept_body_signatures: whether agents may sign the body alone (generations 1 and 2).
         accept_generation_1: whether agents are served that send no ``Rebuno-Dispatch-Attempt``.
         clock: the time; by default one of its own, see :meth:`advance`.
+        allowed_hosts: names besides loopback ones and ``host`` under which browsers may ask for
+            the page, and clients for the API where there is no ``bearer_token``.
 
     Raises:
         ManifestError: the manifest cannot be used.
-        ValueError: ``lease_timeout`` is not above 0, or ``bearer_token`` is empty.
+        ValueError: ``lease_timeout`` is not above 0, or ``bearer_token`` is empty,
+            or one of ``allowed_hosts`` is no host name.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class EmbeddedKernel:
         accept_body_signatures: bool = True,
         accept_generation_1: bool = False,
         clock: Clock | None = None,
+        allowed_hosts: Collection[str] = (),
     ) -> None:
         if not 0 < lease_timeout < math.inf:
             raise ValueError(
@@ -72,6 +79,7 @@ class EmbeddedKernel:
         self._lease_timeout = lease_timeout
         self._bearer_token = bearer_token
         self._host = host
+        self._hosts = Hosts(host, allowed_hosts)
         self._port = port
         self._accept_body_signatures = accept_body_signatures
         self._accept_generation_1 = accept_generation_1
@@ -102,10 +110,14 @@ class EmbeddedKernel:
             auth = Authenticator(
                 store,
                 self._bearer_token,
+                self._hosts,
                 self._accept_body_signatures,
                 self._accept_generation_1,
             )
             app = Api(store, hub, auth).app()
+            app.register_blueprint(
+                Page(store, hub, Guard(self._hosts, self._bearer_token)).blueprint()
+            )
             server = Server(app, self._host, self._port)
         except BaseException:
             store.close()

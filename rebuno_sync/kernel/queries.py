@@ -22,7 +22,11 @@ def execution(tx: Transaction, execution_id: str) -> sqlite3.Row:
 
 
 def executions(
-    tx: Transaction, filters: dict[str, str], cursor: str | None, limit: int
+    tx: Transaction,
+    filters: dict[str, str],
+    cursor: str | None,
+    limit: int,
+    columns: str = "*",
 ) -> tuple[list[sqlite3.Row], str | None]:
     """Return a page of executions, newest first, and the cursor of the next page.
 
@@ -30,6 +34,7 @@ def executions(
         filters: the values that columns must have.
         cursor: the id of the last execution of the page before.
         limit: how many at most.
+        columns: what to read of each, ``id`` among it.
 
     Raises:
         ValidationError: the cursor is of no execution.
@@ -43,7 +48,9 @@ def executions(
         conditions.append("seq < ?")
         values.append(last["seq"])
     where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
-    rows = tx.all(f"SELECT * FROM executions{where} ORDER BY seq DESC LIMIT ?", *values, limit + 1)
+    rows = tx.all(
+        f"SELECT {columns} FROM executions{where} ORDER BY seq DESC LIMIT ?", *values, limit + 1
+    )
     more = len(rows) > limit
     return rows[:limit], rows[limit - 1]["id"] if more else None
 

@@ -1,0 +1,166 @@
+"""Who may see the page and act on it: hosts, origins, sessions, form tokens, answer headers.
+
+Every browser gets a cookie with a random id, and every form a token that is worth something only
+together with that id. Where the kernel has a bearer token, a browser that showed it is let in
+under a fresh id until it logs out, the kernel stops, or :data:`SESSION_SECONDS` are over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import threading
+import time
+from typing import Final
+
+from flask import Request
+from werkzeug.wrappers import Response
+
+from rebuno_sync.kernel import refusals
+from rebuno_sync.kernel.hosts import Hosts, check_origin, is_own_origin
+
+#: How long a login lasts.
+SESSION_SECONDS: Final = 12 * 3600.0
+_MOST_SESSIONS: Final = 1000
+
+_ID = re.compile(r"[\w-]{43}", re.ASCII)
+_PORT = re.compile(r":([0-9]{1,5})$")
+
+HEADERS: Final = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    # Not no-referrer: under that, browsers send "Origin: null" with our own forms, and the check
+    # of the origin would have nothing to hold on to. No other origin is told anything either way.
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class Guard:
+    """Lets requests for the page pass, or refuses them.
+
+    Args:
+        hosts: the names under which the kernel answers.
+        bearer_token: what has to be shown to log in; ``None`` lets everybody in.
+    """
+
+    def __init__(self, hosts: Hosts, bearer_token: str | None) -> None:
+        self._hosts = hosts
+        self._token = bearer_token
+        self._key = secrets.token_bytes(32)
+        self._lock = threading.Lock()
+        self._sessions: dict[bytes, float] = {}
+
+    @property
+    def asks_for_token(self) -> bool:
+        """Whether one has to log in."""
+        return self._token is not None
+
+    def check(self, request: Request) -> None:
+        """Refuse what a page of another origin, or under another name, made a browser send.
+
+        Raises:
+            ForbiddenError: the request is refused.
+        """
+        self._hosts.check(request)
+        check_origin(request)
+
+    def check_form(self, request: Request) -> None:
+        """Refuse a form that this page did not give to this browser.
+
+        Raises:
+            ForbiddenError: the form is refused.
+        """
+        origin = request.headers.get("Origin")
+        if origin is None or not is_own_origin(request, origin):
+            raise refusals.forbidden("The form was not sent from this page. Nothing was done.")
+        id, token = self._id(request), request.form.get("csrf", "")
+        if id is None or not _same(self.form_token(id), token):
+            raise refusals.forbidden(
+                "The form is out of date: the kernel was restarted, or you logged in or out"
+                " since. Nothing was done; go back, reload the page and send it again."
+            )
+
+    def browser_id(self, request: Request) -> tuple[str, bool]:
+        """Return the id of a browser, and whether it is new and has to be given to it."""
+        id = self._id(request)
+        return (secrets.token_urlsafe(32), True) if id is None else (id, False)
+
+    def form_token(self, browser_id: str) -> str:
+        """Return the token that goes into every form for this browser."""
+        return hmac.new(self._key, browser_id.encode("ascii"), hashlib.sha256).hexdigest()
+
+    def is_in(self, request: Request) -> bool:
+        """Tell whether the sender may see the page."""
+        if self._token is None:
+            return True
+        id = self._id(request)
+        with self._lock:
+            return id is not None and self._sessions.get(_digest(id), 0.0) > time.monotonic()
+
+    def log_in(self, token: str) -> str | None:
+        """Return the id of a new session, ``None`` when the token is wrong."""
+        if self._token is None or not _same(self._token, token):
+            return None
+        id, now = secrets.token_urlsafe(32), time.monotonic()
+        with self._lock:
+            good = {digest: until for digest, until in self._sessions.items() if until > now}
+            newest = sorted(good.items(), key=lambda item: item[1])[1 - _MOST_SESSIONS :]
+            self._sessions = dict(newest)
+            self._sessions[_digest(id)] = now + SESSION_SECONDS
+        return id
+
+    def log_out(self, request: Request) -> None:
+        """End the session of a browser."""
+        id = self._id(request)
+        if id is not None:
+            with self._lock:
+                self._sessions.pop(_digest(id), None)
+
+    def _id(self, request: Request) -> str | None:
+        id = request.cookies.get(cookie_name(request), "")
+        return id if _ID.fullmatch(id) else None
+
+
+def cookie_name(request: Request) -> str:
+    """Return the name of the cookie: one for each port, since browsers tell none apart."""
+    port = _PORT.search(request.headers.get("Host", ""))
+    return f"rebuno_{port.group(1) if port else 'page'}"
+
+
+def give_cookie(request: Request, response: Response, id: str) -> None:
+    """Have the browser keep its id."""
+    response.set_cookie(
+        cookie_name(request),
+        id,
+        path="/",
+        secure=request.is_secure,
+        httponly=True,
+        samesite="Strict",
+    )
+
+
+def lacks_strict_cookies(request: Request) -> bool:
+    """Tell whether a person followed a link from another site.
+
+    Browsers keep strict cookies back then; asking once more from this page brings them.
+    """
+    site = request.headers.get("Sec-Fetch-Site")
+    return site in ("cross-site", "same-site") and cookie_name(request) not in request.cookies
+
+
+def _same(expected: str, given: str) -> bool:
+    return hmac.compare_digest(expected.encode(), given.encode("utf-8", "surrogatepass"))
+
+
+def _digest(id: str) -> bytes:
+    return hashlib.sha256(id.encode("ascii")).digest()
