@@ -360,7 +360,9 @@ class Api:
 
 
 def _submission(request: Request) -> transitions.Submission:
-    body = Body(request.get_data(), "kind", "target", "args", "idempotency")
+    body = Body(request.get_data(), "kind", "target", "args", "idempotency", "resources")
+    if body.value("resources") not in (None, []):
+        raise refusals.invalid("resources names some, and none is registered with this kernel")
     kind = body.required_text("kind")
     if kind not in _KINDS:
         raise refusals.invalid(f"kind must be one of {', '.join(_KINDS)}")
