@@ -23,9 +23,12 @@ def test_the_demo_kills_a_worker_and_every_effect_happens_once() -> None:
     assert done.returncode == 0, shown + done.stderr
     killed = re.search(r"SIGKILL +worker (\d+), between two tools", shown)
     workers = dict(re.findall(r"^attempt (\d), worker (\d+)$", shown, re.MULTILINE))
-    assert killed and workers["1"] == killed[1] != workers["2"]
+    assert killed
+    assert workers["1"] == killed[1] != workers["2"]
     assert re.search(r"^  replayed +read_metadata +step [0-9a-f]{12}$", shown, re.MULTILINE)
     counts = re.search(r"^attempt 2: (\d+) steps ran, (\d+) replayed$", shown, re.MULTILINE)
-    assert counts and int(counts[1]) > 0 and int(counts[2]) > 0
+    assert counts
+    assert int(counts[1]) > 0
+    assert int(counts[2]) > 0
     assert "requests" in shown  # a distribution that is installed wherever this runs
     assert re.search(r"^\d+ effects, each exactly once$", shown, re.MULTILINE)
