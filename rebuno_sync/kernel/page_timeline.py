@@ -135,8 +135,9 @@ def attempts(record: Record) -> list[Attempt]:
     for step_id, times in by_step.items():
         _tell(times, steps.get(step_id), approvals.get(step_id), at_work)
     ordered = list(found.values())
+    recorded = {step_id: number for number, step_id in enumerate(steps)}
     for attempt in ordered:
-        attempt.entries.sort(key=lambda entry: entry.at)
+        attempt.entries.sort(key=lambda e: (e.at, recorded.get(e.step_id, len(recorded))))
     _end(record, ordered)
     return ordered
 
