@@ -109,8 +109,12 @@ class Store:
         )
         connection.row_factory = sqlite3.Row
         if self._path is not None:
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = NORMAL")
+            except BaseException:
+                connection.close()
+                raise
         return connection
 
     @contextlib.contextmanager

@@ -249,7 +249,8 @@ def test_malformed_creations(body: bytes, word: str, caller: Caller) -> None:
         (b'{"kind":"local","target":""}', "target is missing"),
         (b'{"kind":"local","target":7}', "target must be text"),
         (b'{"kind":"local","target":"t","idempotency":"maybe"}', "idempotency must be one of"),
-        (b'{"kind":"local","target":"t","resources":[]}', "unknown field 'resources'"),
+        (b'{"kind":"local","target":"t","extra":[]}', "unknown field 'extra'"),
+        (b'{"kind":"local","target":"t","resources":["disk"]}', "resources names some"),
         (b'{"kind":"local","target":"t","args":}', "not a JSON object"),
     ],
 )

@@ -52,16 +52,26 @@ DIFFERENCES: dict[int, tuple[str, int, Any]] = {
     ),
     42: ("a lease that is not good is 409 since generation 2", 409, SUPERSEDED),
     43: ("the same", 409, SUPERSEDED),
+    44: (
+        "generation 3 knows the field, and there are none in it",
+        200,
+        {"decision": "proceed", "step_id": "<step of row 44>"},
+    ),
     48: ("an unknown kind is refused", 400, REFUSED),
     49: ("a missing target is refused", 400, REFUSED),
     51: ("an unknown idempotency is refused", 400, REFUSED),
     60: ("a missing agent_id is refused", 400, REFUSED),
     65: (
-        "rows 48, 49 and 51 left nothing",
+        "row 44 left a step, rows 48, 49 and 51 none",
         200,
         [
             *ROWS[65]["answer"]["body"][:4],
-            *({**e, "event_seq": e["event_seq"] - 6} for e in ROWS[65]["answer"]["body"][10:13]),
+            *(
+                {**e, "event_seq": e["event_seq"] - 6, "payload": {**e["payload"], **of_row_44}}
+                for e in ROWS[65]["answer"]["body"][10:13]
+                for of_row_44 in [{"step_id": "<step of row 44>"}]
+            ),
+            *({**e, "event_seq": e["event_seq"] - 3} for e in ROWS[65]["answer"]["body"][10:13]),
         ],
     ),
     68: ("generation 3 has metadata", 204, None),
@@ -99,7 +109,7 @@ class Replay:
         self.bound: dict[str, Any] = {"<webhook>": webhooks.url}
         self.stream: requests.Response | None = None
 
-    def request(self, number: int, row: dict[str, Any]) -> requests.Response:
+    def request(self, row: dict[str, Any]) -> requests.Response:
         request, status = row["request"], row["answer"]["status"]
         path, body = self.fill(request["path"]), self.fill(request["body"])
         body = body.replace("http://127.0.0.1:18090/webhook", self.webhooks.url)
@@ -242,5 +252,5 @@ def test_the_recorded_exchanges_get_the_recorded_answers(webhooks: Webhooks) -> 
             elif "sse" in row:
                 replay.sse(row)
             elif "request" in row:
-                replay.check(number, row, replay.request(number, row))
+                replay.check(number, row, replay.request(row))
         replay.caller.close()
