@@ -1,7 +1,8 @@
-"""Virtual environments with the official SDK, made once and kept in ``.peers/``.
+"""Virtual environments with other releases than ours, made once and kept in ``.peers/``.
 
     python -m tests.peers            # make all of them
-    python -m tests.peers 0.29.2     # make one
+    python -m tests.peers 0.29.2     # make one, with that release of the official SDK
+    python -m tests.peers httpx      # make the one with the provider libraries on httpx
 
 ``REBUNO_PEERS`` names another directory to keep them in.
 """
@@ -13,16 +14,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 #: The releases that the tests run against: the newest, and one that signs bodies only.
 VERSIONS = ("0.29.2", "0.16.0")
+#: The last releases of the provider libraries that are built on httpx, not on httpx2.
+PROVIDERS_ON_HTTPX = ("openai==2.54.0", "anthropic==0.125.0")
+#: What our own package and its tests need beside them.
+_OURS = ("requests", "flask", "gunicorn", "orjson", "click", "rich", "PyYAML", "google-re2")
+_OURS_TO_TEST = ("pytest", "hypothesis")
 _ROOT = Path(os.environ.get("REBUNO_PEERS") or Path(__file__).resolve().parent.parent / ".peers")
 _NEEDS = (3, 11)
 
 
 class PeerUnavailable(Exception):
-    """The official SDK is not cached and could not be installed; the message says why."""
+    """The environment is not cached and could not be made; the message says why."""
 
 
 def peer_python(version: str) -> str:
@@ -31,22 +38,36 @@ def peer_python(version: str) -> str:
     Raises:
         PeerUnavailable: there is no cached one and none could be made.
     """
-    home = _ROOT / version
+    return _python(version, [f"rebuno=={version}"], _interpreter)
+
+
+def httpx_python() -> str:
+    """Return a Python that has the provider libraries on httpx, and what our tests need.
+
+    Raises:
+        PeerUnavailable: there is no cached one and none could be made.
+    """
+    wanted = [*PROVIDERS_ON_HTTPX, *_OURS, *_OURS_TO_TEST]
+    return _python("httpx", wanted, lambda: sys.executable)
+
+
+def _python(name: str, wanted: list[str], interpreter: Callable[[], str]) -> str:
+    home = _ROOT / name
     python = home / "bin" / "python"
     if not python.exists():
-        _make(version, home)
+        _make(home, wanted, interpreter())
     return str(python)
 
 
-def _make(version: str, home: Path) -> None:
+def _make(home: Path, wanted: list[str], interpreter: str) -> None:
     _ROOT.mkdir(parents=True, exist_ok=True)
     # Made aside and moved when whole, so that an interrupted install is never taken for one.
-    with tempfile.TemporaryDirectory(dir=_ROOT, prefix=f"{version}-") as scratch:
+    with tempfile.TemporaryDirectory(dir=_ROOT, prefix=f"{home.name}-") as scratch:
         made = Path(scratch) / "venv"
-        _run([_interpreter(), "-m", "venv", str(made)], "no virtual environment")
+        _run([interpreter, "-m", "venv", str(made)], "no virtual environment")
         pip = [str(made / "bin" / "python"), "-m", "pip", "install", "--quiet"]
         options = ["--disable-pip-version-check", "--retries", "1", "--timeout", "20"]
-        _run([*pip, *options, f"rebuno=={version}"], f"rebuno=={version} could not be installed")
+        _run([*pip, *options, *wanted], f"{wanted[0]} could not be installed")
         try:
             made.rename(home)
         except OSError:
@@ -76,5 +97,6 @@ def _interpreter() -> str:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or VERSIONS:
-        print(f"rebuno=={wanted}: {peer_python(wanted)}")
+    for wanted in sys.argv[1:] or (*VERSIONS, "httpx"):
+        made = httpx_python() if wanted == "httpx" else peer_python(wanted)
+        print(f"{wanted}: {made}")

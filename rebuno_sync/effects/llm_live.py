@@ -72,11 +72,10 @@ class LiveChannel:
 
     def _loop(self) -> None:
         seq = failures = 0
-        while failures < _FAILURES_IN_A_ROW:
-            text = self._next()
+        while failures < _FAILURES_IN_A_ROW and (text := self._next()):
             for at in range(0, len(text), MAX_DELTA):
-                if self._stopped:
-                    return
+                if self._stopped or failures >= _FAILURES_IN_A_ROW:
+                    break
                 try:
                     self._send(seq, text[at : at + MAX_DELTA])
                 except Exception as exc:
@@ -87,8 +86,6 @@ class LiveChannel:
                 else:
                     failures = 0
                 seq += 1
-            if not text:
-                break
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

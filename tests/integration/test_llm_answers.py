@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from examples.fake_provider import FakeProvider, dropped, error, raw, text
-from rebuno_sync import execution, requests_session
-from tests.integration.llm_runs import ASK, WEBS, Got, Web, run, run_twice
-from tests.scripted import GENERATION_3, ScriptedKernel
+from rebuno_sync import ToolError, bind_context, execution, requests_session, tool
+from tests.integration.llm_runs import ASK, WEBS, Got, Seen, Web, agent_under, run, run_twice
+from tests.scripted import GENERATION_3, ScriptedKernel, wait_until
 
 CHAT = "/v1/chat/completions"
 
@@ -523,3 +523,40 @@ def test_a_user_may_read_the_execution_around_a_call(web: Web) -> None:
     with FakeProvider([text("Snow.")]) as fake, web.client() as client:
         seen = run_twice(lambda: (execution().id, web.post(client, fake.url + CHAT).status))
     assert seen.values[0] == (seen.run.id, 200)
+
+
+def test_the_lease_is_kept_for_a_call_beside_a_tool_that_hangs(web: Web) -> None:
+    """A body that hangs past its time-out deserves no lease; a call that runs does."""
+    over, answer = threading.Event(), threading.Event()
+
+    @tool("hanging", timeout=0.01)
+    def hanging() -> None:
+        over.wait(60)
+
+    def ask() -> str:
+        def elsewhere() -> None:
+            with pytest.raises(ToolError):
+                hanging()
+
+        thread = threading.Thread(target=bind_context(elsewhere))
+        thread.start()
+        wait_until(lambda: kernel.sent("step_fail"))
+        said = web.post(client, fake.url + CHAT).text
+        over.set()
+        thread.join()
+        return said
+
+    with (
+        ScriptedKernel(GENERATION_3, lease_timeout=0.3) as kernel,
+        FakeProvider([text("Snow.").held(answer)]) as fake,
+        web.client() as client,
+    ):
+        seen = Seen(kernel.create({}))
+        with agent_under(kernel, lambda: seen.values.append(ask())) as agent:
+            kernel.deliver(seen.run)
+            fake.wait_until_asked(1)
+            before = len(kernel.sent("heartbeat"))
+            wait_until(lambda: len(kernel.sent("heartbeat")) > before + 1)
+            answer.set()
+            assert agent.join(60)
+    assert "Snow." in seen.values[0]

@@ -22,7 +22,9 @@ from rebuno_sync import (
     step,
     tool,
 )
+from rebuno_sync.effects import llm_live
 from rebuno_sync.effects.llm_live import MAX_DELTA
+from rebuno_sync.kernel_client import KernelClient
 from tests.integration.llm_runs import ASK, WEBS, Killed, Seen, Web, agent_under, run, run_twice
 from tests.scripted import (
     GENERATION_1,
@@ -662,6 +664,19 @@ def test_a_kernel_that_takes_no_deltas_fails_no_call(
         seen = run_twice(lambda: read(web, client, fake.url + CHAT), kernel)
     assert seen.values[0][1] is None
     assert kernel.sent("stream")
+
+
+def test_a_kernel_that_hangs_on_deltas_holds_up_no_call(
+    web: Web, kernel: ScriptedKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm_live, "LAST_FLUSH", 0.05)
+    over = threading.Event()
+    monkeypatch.setattr(KernelClient, "stream", lambda *args: over.wait(60))
+    with FakeProvider([text(*WORDS)]) as fake, web.client() as client:
+        seen = run_twice(lambda: read(web, client, fake.url + CHAT), kernel)
+        over.set()
+    assert seen.values[0][1] is None
+    assert len(kernel.sent("step_complete")) == 1
 
 
 def test_deltas_are_published_once_and_not_on_replay(web: Web, kernel: ScriptedKernel) -> None:
