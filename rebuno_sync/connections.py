@@ -50,6 +50,9 @@ class _WholeAnswer(BaseHTTPResponse):
     def drain_conn(self) -> None:
         """Nothing is left to drain."""
 
+    def close(self) -> None:
+        """Nothing is left to close; asked for when this is collected."""
+
 
 class _WholeRequests(HTTPConnection):
     """Sends head and body in one piece, and reads each answer to its end unless asked not to.
