@@ -21,6 +21,7 @@ from rebuno_sync.cli.session import (
 from rebuno_sync.cli.timeline import error_text
 from rebuno_sync.cli.times import age_text, between, clock_text, duration_text
 from rebuno_sync.cli.values import id_argument, read_json
+from rebuno_sync.errors import APIError
 from rebuno_sync.wire import Event, Execution, Step
 
 _STATUSES = ("pending", "running", "blocked", "completed", "failed", "cancelled")
@@ -159,13 +160,25 @@ def get(session: Session, execution_id: str) -> None:
     if session.json:
         session.output.record(execution)
         return
-    session.output.fields(_fields(execution))
+    session.output.fields(_fields(execution, _pending(session, execution)))
 
 
-def _fields(execution: Execution) -> Iterator[tuple[str, str]]:
+def _pending(session: Session, execution: Execution) -> list[str]:
+    """Return the ids of the approvals that an execution waits for, where one may see them."""
+    if execution.status != "blocked":
+        return []
+    try:
+        return [a.id for a in session.client.approvals() if a.execution_id == execution.id]
+    except APIError:
+        return []
+
+
+def _fields(execution: Execution, pending: Sequence[str]) -> Iterator[tuple[str, str]]:
     yield "id", execution.id
     yield "agent", execution.agent_id
     yield "status", execution.status
+    if pending:
+        yield "approval", ", ".join(pending)
     if execution.failure_reason:
         yield "reason", execution.failure_reason
     for name in ("session", "parent_execution_id", "deadline_at"):

@@ -339,6 +339,7 @@ def test_an_approval_is_listed_shown_and_granted(served: Running) -> None:
     assert approval_id in table
     assert 'send {"to":"ann@example.com"}' in table
     assert "A mail to a person" in table
+    assert f"approval: {approval_id}\n" in run(url, "exec", "get", execution_id).stdout
     shown = run(url, "approvals", "show", approval_id).stdout
     assert "may decide: anyone\n" in shown
     assert '"to": "ann@example.com"' in shown
