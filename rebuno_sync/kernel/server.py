@@ -42,6 +42,8 @@ class RequestHandler(WSGIRequestHandler):
 
     def setup(self) -> None:
         super().setup()
+        # A peer that vanished without a word is noticed in the end, and its thread with it.
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.server.opened(self.connection)
 
     def finish(self) -> None:

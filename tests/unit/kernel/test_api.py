@@ -353,7 +353,8 @@ def test_optional_fields_are_kept(caller: Caller) -> None:
     }
     created = create(caller, **fields)
     assert {name: created[name] for name in fields} == fields
-    assert caller.client("GET", f"/v0/executions/{created['id']}").json() == created
+    read = caller.client("GET", f"/v0/executions/{created['id']}").json()
+    assert read == {**created, "updated_at": read["updated_at"]}
     assert create(caller, idempotency_key="k")["id"] == created["id"]
     plain = create(caller)
     assert plain.keys() == {"id", "agent_id", "input", "status", "created_at", "updated_at"}
