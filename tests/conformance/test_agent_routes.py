@@ -549,6 +549,7 @@ def test_step_reports_need_only_the_dispatch_and_attempt(attempt: Attempt) -> No
     first, second = attempt.proceed("a"), attempt.proceed("b")
     attempt.blocked("ask")
     refused(attempt.heartbeat(), 409, "lease_superseded")
+    refused(attempt.stream(first, 0, "x"), 409, "lease_superseded")
     refused(attempt.complete(1), 409, "lease_superseded")
     refused(attempt.fail("x"), 409, "lease_superseded")
     assert ok(attempt.complete_step(first, 1)) == {"decision": "recorded"}
