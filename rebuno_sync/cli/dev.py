@@ -75,6 +75,13 @@ def _address(context: click.Context, parameter: click.Parameter, value: str) -> 
     help="Refuse agents that sign the body alone, as kernels of generation 3 do.",
 )
 @click.option("--accept-generation-1", is_flag=True, help="Serve agents that send no attempt.")
+@click.option(
+    "--allow-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name, besides loop-back ones and the one of --listen, under which it may be asked.",
+)
 @click.option("--quiet", is_flag=True, help="Print the URL, and of what happens only warnings.")
 @json_option
 @pass_session
@@ -88,9 +95,10 @@ def dev(
     bearer_token_env: str | None,
     refuse_body_signatures: bool,
     accept_generation_1: bool,
+    allowed_hosts: tuple[str, ...],
     quiet: bool,
 ) -> None:
-    """Serve the embedded kernel until SIGINT or SIGTERM.
+    """Serve the embedded kernel, with its page at /, until SIGINT or SIGTERM.
 
     What it did before goes on when it is started again on the same file.
     """
@@ -108,6 +116,7 @@ def dev(
             port=port,
             accept_body_signatures=not refuse_body_signatures,
             accept_generation_1=accept_generation_1,
+            allowed_hosts=allowed_hosts,
         )
         with _told_to_stop() as stop:
             kernel.start()

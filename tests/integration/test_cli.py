@@ -777,6 +777,15 @@ def test_dev_asks_for_the_token_it_was_given() -> None:
         assert run(url, "agents", "ls", REBUNO_API_KEY="sesame").exit_code == 0
 
 
+def test_dev_answers_under_its_own_names_alone() -> None:
+    import requests
+
+    with dev("--allow-host", "kernel.internal") as (_, url):
+        for name, allowed in (("kernel.internal", True), ("127.0.0.1", True), ("evil.test", False)):
+            answer = requests.get(f"{url}/v0/agents", headers={"Host": name}, timeout=30)
+            assert (answer.status_code == 200) is allowed, name
+
+
 def test_dev_says_what_keeps_it_from_starting(tmp_path: Path) -> None:
     file, manifest = tmp_path / "kernel.db", tmp_path / "agents.yaml"
     manifest.write_text("agents: [{id: a, webhook_url: 'http://x', secret: s, policy: {rule: 1}}]")
@@ -796,6 +805,7 @@ def test_dev_says_what_keeps_it_from_starting(tmp_path: Path) -> None:
             (["--bearer-token-env", "NOT_THERE"], 2, "the variable NOT_THERE is not set"),
             (["--bearer-token", "a", "--bearer-token-env", "B"], 2, "not both"),
             (["--bearer-token", ""], 1, "bearer_token is empty"),
+            (["--allow-host", "http://x/"], 1, "http://x/"),
         ):
             given = (
                 arguments if "--listen" in arguments else [*arguments, "--listen", "127.0.0.1:0"]
