@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -11,8 +11,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from . import wire
-from .errors import NetworkError
-from .transport import Answer, Resend, Transport
+from .errors import APIError, NetworkError
+from .transport import Answer, Resend, Transport, read_model, read_models
 from .wire import AgentInfo, Approval, Delta, Event, Execution, Step, execution_path
 
 #: For how long a call is tried again while the kernel cannot be reached, in seconds.
@@ -45,7 +45,9 @@ class Client:
         if not url:
             raise ValueError("pass base_url=… or set REBUNO_URL in the environment")
         self._transport = Transport(url, timeout=timeout)
-        token = api_key or os.environ.get("REBUNO_API_KEY")
+        token = api_key or os.environ.get("REBUNO_API_KEY") or ""
+        if not (token.isascii() and token.isprintable()):
+            raise ValueError("the api_key has characters in it that no HTTP header can carry")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._closed = False
 
@@ -103,11 +105,11 @@ class Client:
         given = {name: value for name, value in fields.items() if value}
         body = wire.encode({"agent_id": agent_id, "input": input, **given}, "execution")
         resend = Resend.ALWAYS if idempotency_key else Resend.NEVER_ARRIVED
-        return Execution.from_json(self._call("POST", "/v0/executions", body, resend).json())
+        return self._call("POST", "/v0/executions", body, resend).model(Execution)
 
     def get(self, execution_id: str) -> Execution:
         """Read an execution."""
-        return Execution.from_json(self._call("GET", execution_path(execution_id)).json())
+        return self._call("GET", execution_path(execution_id)).model(Execution)
 
     def list(
         self, *, agent_id: str = "", status: str = "", session: str = "", limit: int | None = None
@@ -123,12 +125,11 @@ class Client:
         cursor = ""
         while left:
             page = {**query, "cursor": cursor, "limit": min(left, _PAGE) if left > 0 else _PAGE}
-            data = self._call("GET", "/v0/executions" + _query(page)).json() or {}
-            rows = data.get("executions") or []
-            for row in rows if left < 0 else rows[:left]:
-                yield Execution.from_json(row)
+            found = self._call("GET", "/v0/executions" + _query(page)).model(_Page)
+            rows = read_models(Execution, found.executions)
+            yield from rows if left < 0 else rows[:left]
             left = max(left - len(rows), 0) if left > 0 else left
-            cursor = data.get("next_cursor") or ""
+            cursor = found.next_cursor
             if not cursor or not rows:
                 return
 
@@ -165,9 +166,8 @@ class Client:
         """
         while True:
             query = _query({"after_seq": after_seq, "limit": _EVENT_PAGE})
-            rows = self._call("GET", execution_path(execution_id, "events") + query).json() or []
-            for row in rows:
-                event = Event.from_json(row)
+            rows = self._call("GET", execution_path(execution_id, "events") + query).models(Event)
+            for event in rows:
                 after_seq = event.event_seq
                 yield event
             if len(rows) < _EVENT_PAGE:
@@ -210,14 +210,11 @@ class Client:
             status: ``"terminal"`` for those that have an outcome.
         """
         path = execution_path(execution_id, "steps") + _query({"status": status})
-        for row in self._call("GET", path).json() or []:
-            yield Step.from_json(row)
+        yield from self._call("GET", path).models(Step)
 
     def step(self, execution_id: str, step_id: str) -> Step:
         """Read one step."""
-        return Step.from_json(
-            self._call("GET", execution_path(execution_id, "steps", step_id)).json()
-        )
+        return self._call("GET", execution_path(execution_id, "steps", step_id)).model(Step)
 
     def stream(self, execution_id: str, *, timeout: float = 60.0) -> Iterator[Delta]:
         """Go through the live output of an execution's steps, from now until it is closed.
@@ -231,6 +228,7 @@ class Client:
         """
         import requests
 
+        self._require_open()
         response = self._transport.open_stream(
             execution_path(execution_id, "stream"),
             {"Accept": "text/event-stream", **self._headers},
@@ -240,7 +238,7 @@ class Client:
             try:
                 for line in response.iter_lines(chunk_size=1):
                     if line.startswith(b"data:"):
-                        yield Delta.from_json(json.loads(line[5:]))
+                        yield read_model(Delta, _decoded(line[5:]))
             except requests.RequestException as exc:
                 raise NetworkError(f"the live stream of {execution_id} broke off: {exc}") from exc
 
@@ -248,14 +246,11 @@ class Client:
 
     def approvals(self) -> Iterator[Approval]:
         """Go through the approvals that wait for a decision."""
-        for row in self._call("GET", "/v0/approvals").json() or []:
-            yield Approval.from_json(row)
+        yield from self._call("GET", "/v0/approvals").models(Approval)
 
     def approval(self, approval_id: str) -> Approval:
         """Read one approval."""
-        return Approval.from_json(
-            self._call("GET", f"/v0/approvals/{wire.segment(approval_id)}").json()
-        )
+        return self._call("GET", f"/v0/approvals/{wire.segment(approval_id)}").model(Approval)
 
     def grant(self, approval_id: str, *, decided_by: str = "", rationale: str = "") -> None:
         """Let the step run.
@@ -286,12 +281,11 @@ class Client:
 
     def agents(self) -> Iterator[AgentInfo]:
         """Go through the registered agents."""
-        for row in self._call("GET", "/v0/agents").json() or []:
-            yield AgentInfo.from_json(row)
+        yield from self._call("GET", "/v0/agents").models(AgentInfo)
 
     def agent(self, agent_id: str) -> AgentInfo:
         """Read one agent."""
-        return AgentInfo.from_json(self._call("GET", f"/v0/agents/{wire.segment(agent_id)}").json())
+        return self._call("GET", f"/v0/agents/{wire.segment(agent_id)}").model(AgentInfo)
 
     def register_agent(
         self,
@@ -313,7 +307,7 @@ class Client:
         if lease_timeout_seconds is not None:
             fields["lease_timeout_seconds"] = lease_timeout_seconds
         body = wire.encode(fields, "agent")
-        return AgentInfo.from_json(self._call("POST", "/v0/agents", body).json())
+        return self._call("POST", "/v0/agents", body).model(AgentInfo)
 
     def delete_agent(self, agent_id: str) -> None:
         """Remove an agent."""
@@ -334,21 +328,51 @@ class Client:
         self._call("POST", f"/v0/policies/{wire.segment(agent_id)}", body)
 
     def health(self) -> bool:
-        """Tell whether a kernel answers and is ready to work."""
-        return self._call("GET", "/v0/ready").status == 200
+        """Tell whether a kernel answers, now, and is ready to work."""
+        try:
+            self._call("GET", "/v0/ready", patience=0.0)
+        except (NetworkError, APIError):
+            return False
+        return True
 
     def _call(
-        self, method: str, path: str, body: bytes = b"", resend: Resend = Resend.ALWAYS
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        resend: Resend = Resend.ALWAYS,
+        patience: float | None = None,
     ) -> Answer:
-        if self._closed:
-            raise RuntimeError("this client is closed")
+        self._require_open()
         headers = dict(self._headers)
         if body:
             headers["Content-Type"] = "application/json"
         answer = self._transport.request(
-            method, path, body, lambda target: headers, resend=resend, patience=PATIENCE
+            method,
+            path,
+            body,
+            lambda target: headers,
+            resend=resend,
+            patience=PATIENCE if patience is None else patience,
         )
         return answer.raise_for_status()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this client is closed")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Page(wire.Model):
+    executions: Any = None
+    next_cursor: str = ""
+
+
+def _decoded(data: bytes) -> Any:
+    try:
+        return wire.decode(data)
+    except ValueError as exc:
+        raise NetworkError(f"the live stream makes no sense: {exc}") from None
 
 
 def _query(fields: Mapping[str, Any]) -> str:
@@ -357,12 +381,12 @@ def _query(fields: Mapping[str, Any]) -> str:
 
 
 def _polls(timeout: float | None) -> Iterator[float]:
-    """Yield growing pauses until the time is up; at least one."""
+    """Yield growing pauses, and once more when the time is up, for a last look."""
     deadline = None if timeout is None else time.monotonic() + timeout
     pause = _FIRST_POLL
     while True:
         left = pause if deadline is None else deadline - time.monotonic()
         yield max(min(pause, left), 0.0)
-        if deadline is not None and time.monotonic() >= deadline:
+        if left <= 0:
             return
         pause = min(pause * 1.5, _LONGEST_POLL)

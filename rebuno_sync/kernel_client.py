@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from . import signing, wire
-from .errors import NetworkError, NotFoundError
+from .errors import NotFoundError, safe_text
 from .lease import Lease
-from .transport import Answer, Resend, Transport
+from .transport import Answer, Resend, Transport, is_transient
 from .wire import execution_path
 
 log = logging.getLogger(__name__)
@@ -48,18 +47,18 @@ class KernelClient:
         answer = self._call(
             "GET", execution_path(execution_id), lease=lease, patience=READ_PATIENCE
         )
-        return _model(wire.Execution, answer)
+        return answer.model(wire.Execution)
 
     def terminal_steps(self, execution_id: str, lease: Lease) -> list[wire.Step]:
         """Read the steps that have an outcome."""
         path = execution_path(execution_id, "steps") + "?status=terminal"
         answer = self._call("GET", path, lease=lease, patience=READ_PATIENCE)
-        return [wire.Step.from_json(row) for row in answer.json() or []]
+        return answer.models(wire.Step)
 
     def step(self, execution_id: str, step_id: str, lease: Lease) -> wire.Step:
         """Read one step."""
         path = execution_path(execution_id, "steps", step_id)
-        return _model(wire.Step, self._call("GET", path, lease=lease, patience=READ_PATIENCE))
+        return self._call("GET", path, lease=lease, patience=READ_PATIENCE).model(wire.Step)
 
     def previous(self, execution_id: str, lease: Lease) -> Any:
         """Read the state that the previous turn of the session left.
@@ -92,7 +91,7 @@ class KernelClient:
         """
         body = b'{"kind":"%s","target":%s,"args":%s,"idempotency":"%s"}' % (
             kind.value.encode(),
-            json.dumps(target, ensure_ascii=False).encode("utf-8"),
+            wire.encode(target, "the name"),
             args,
             idempotency.value.encode(),
         )
@@ -105,7 +104,7 @@ class KernelClient:
             resend=Resend.NEVER_ARRIVED,
             patience=lease.timeout,
         )
-        return _model(wire.Decision, answer)
+        return answer.model(wire.Decision)
 
     def complete_step(
         self, execution_id: str, lease: Lease, step_id: str, result: bytes
@@ -124,9 +123,8 @@ class KernelClient:
     ) -> wire.Decision:
         path = execution_path(execution_id, "steps", step_id, how)
         answer = self._call("POST", path, body, lease=lease, mutates=True, patience=lease.timeout)
-        data = answer.json()
-        decision = _model(wire.Decision, answer, data)
-        if decision.decision == "replay" and not {"result", "error"} & data.keys():
+        decision = answer.model(wire.Decision)
+        if decision.decision == "replay" and not {"result", "error"} & answer.json().keys():
             # Old kernels say that there is an outcome already, and not which.
             step = self.step(execution_id, step_id, lease)
             return wire.Decision("replay", step_id, result=step.result, error=step.error)
@@ -154,7 +152,7 @@ class KernelClient:
 
     def fail(self, execution_id: str, lease: Lease, reason: str) -> None:
         """End the execution as failed, with the text that people group by."""
-        body = wire.encode({"error": reason}, "failure")
+        body = wire.encode({"error": safe_text(reason)}, "failure")
         path = execution_path(execution_id, "fail")
         self._call("POST", path, body, lease=lease, mutates=True, patience=lease.timeout)
 
@@ -215,7 +213,7 @@ class KernelClient:
         if answer.status == 401 and self._may_step_up and not sent_v1:
             sent_v1 = True
             answer = send()
-            if answer.status != 401:
+            if answer.status != 401 and not is_transient(answer.status):
                 self._signs_request = True
         answer.raise_for_status()
         if mutates and lease is not None:
@@ -248,10 +246,3 @@ class KernelClient:
         else:
             headers[wire.SIGNATURE_HEADER] = signing.sign_body(self._secret, body)
         return headers
-
-
-def _model(model: type[wire.M], answer: Answer, data: Any = None) -> wire.M:
-    try:
-        return model.from_json(answer.json() if data is None else data)
-    except ValueError as exc:
-        raise NetworkError(f"the kernel's answer makes no sense: {exc}") from None

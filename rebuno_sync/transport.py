@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import os
 import random
 import threading
@@ -60,6 +61,10 @@ class Answer:
         Raises:
             NetworkError: the body is not JSON, so something else than a kernel answered.
         """
+        return self._decoded
+
+    @functools.cached_property
+    def _decoded(self) -> Any:
         try:
             return wire.decode(self.body)
         except ValueError as exc:
@@ -67,6 +72,14 @@ class Answer:
             raise NetworkError(
                 f"the answer was HTTP {self.status} with a body that is not JSON ({kind}): {exc}"
             ) from None
+
+    def model(self, model: type[wire.M]) -> wire.M:
+        """Return the body as a model; raises :class:`NetworkError` when it is none."""
+        return read_model(model, self.json())
+
+    def models(self, model: type[wire.M]) -> list[wire.M]:
+        """Return the body as a list of models; raises :class:`NetworkError` when it is none."""
+        return read_models(model, self.json())
 
     def raise_for_status(self) -> Answer:
         """Return self when the status is 2xx.
@@ -91,6 +104,25 @@ class Answer:
                 "signed requests are not followed: set the base URL to where the kernel is"
             )
         raise api_error(self.status, code, message, details)
+
+
+def read_model(model: type[wire.M], data: Any) -> wire.M:
+    """Return decoded JSON as a model.
+
+    Raises:
+        NetworkError: it is none, so something else than a kernel answered.
+    """
+    try:
+        return model.from_json(data)
+    except ValueError as exc:
+        raise NetworkError(f"the kernel's answer makes no sense: {exc}") from None
+
+
+def read_models(model: type[wire.M], rows: Any) -> list[wire.M]:
+    """Return a decoded JSON list as models; ``null`` is an empty one. Raises likewise."""
+    if rows is not None and not isinstance(rows, list):
+        raise NetworkError(f"the kernel's answer makes no sense: {rows!r:.80} is not a list")
+    return [read_model(model, row) for row in rows or ()]
 
 
 class _Process:
@@ -144,6 +176,11 @@ class Transport:
             )
         if "?" in rest or "#" in rest:
             raise ValueError(f"{base_url!r} has a query or a fragment; a kernel URL has neither")
+        if "@" in rest.partition("/")[0]:
+            raise ValueError(
+                "the kernel URL has a user name in it, which kernels do not ask for; agents sign "
+                "with their secret, and clients pass api_key=…"
+            )
         self.base_url = base_url.rstrip("/")
         self.timeout = timeout
         self._way: tuple[_Process, Way] | None = None
@@ -191,8 +228,11 @@ class Transport:
             answer, error = None, None
             try:
                 answer = self._send(method, path, body, headers, timeout or self.timeout)
+                if 200 <= answer.status < 300 and answer.body:
+                    # A login page of some proxy says 200 too, and has not done what was asked.
+                    answer.json()
             except NetworkError as exc:
-                error = exc
+                answer, error = None, exc
             else:
                 if not is_transient(answer.status) or resend is not Resend.ALWAYS:
                     return answer
@@ -229,14 +269,17 @@ class Transport:
                 stream=True,
                 timeout=(CONNECT_TIMEOUT, read_timeout),
                 allow_redirects=False,
+                # Without it, requests puts what ~/.netrc says in place of the bearer token.
+                auth=lambda request: request,
             )
-        except requests.RequestException as exc:
-            raise NetworkError(f"{self.base_url} could not be reached: {exc}") from exc
-        if response.status_code != 200:
+            if response.status_code == 200:
+                return response
             with response:
                 answer = Answer(response.status_code, response.headers, response.content)
-                answer.raise_for_status()
-        return response
+        except requests.RequestException as exc:
+            raise NetworkError(f"{self.base_url} could not be reached: {exc}") from exc
+        answer.raise_for_status()
+        raise NetworkError(f"{self.base_url} answered HTTP {answer.status}, which is no stream")
 
     def _send(
         self,
