@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import logging
 import threading
+from collections.abc import Callable
 
 import orjson
 import requests
@@ -22,6 +23,8 @@ from rebuno_sync.kernel.deliveries import Claim
 from rebuno_sync.kernel.store import Store
 
 _log = logging.getLogger(__name__)
+
+Post = Callable[[Claim], "int | None"]
 
 #: How long an agent may take to answer a webhook, in seconds.
 WEBHOOK_TIMEOUT = 30.0
@@ -39,10 +42,14 @@ class Dispatcher:
         store: the database.
         clock: the time; when it is moved, what became due happens before the move returns.
         lease_timeout: for agents that were registered without one, in seconds.
+        post: delivers a claimed dispatch; returns the status, or ``None`` when no answer came.
     """
 
-    def __init__(self, store: Store, clock: Clock, lease_timeout: float) -> None:
+    def __init__(
+        self, store: Store, clock: Clock, lease_timeout: float, post: Post | None = None
+    ) -> None:
         self._store = store
+        self._post = post or post_webhook
         self._clock = clock
         self._lease_timeout = lease_timeout
         self._condition = threading.Condition()
@@ -143,7 +150,7 @@ class Dispatcher:
 
     def _deliver(self, claim: Claim) -> None:
         try:
-            status = _post(claim)
+            status = self._post(claim)
             with self._store.write() as tx:
                 if status is not None and 200 <= status < 300:
                     deliveries.delivered(tx, claim)
@@ -160,12 +167,9 @@ class Dispatcher:
                 self._condition.notify_all()
 
 
-def _post(claim: Claim) -> int | None:
-    """Post the webhook; return the status, or ``None`` when there was no answer."""
-    if claim.webhook_url is None:
-        _log.warning("agent %s is not registered any more", claim.agent_id)
-        return None
-    body = orjson.dumps(
+def webhook_body(claim: Claim) -> bytes:
+    """Return the body of the webhook for a claimed dispatch (PROTOCOL 2, generation 3)."""
+    return orjson.dumps(
         {
             "execution_id": claim.execution_id,
             "dispatch_id": claim.dispatch_id,
@@ -173,6 +177,14 @@ def _post(claim: Claim) -> int | None:
             "lease_timeout_seconds": claim.lease_timeout,
         }
     )
+
+
+def post_webhook(claim: Claim) -> int | None:
+    """Post the webhook; return the status, or ``None`` when there was no answer."""
+    if claim.webhook_url is None:
+        _log.warning("agent %s is not registered any more", claim.agent_id)
+        return None
+    body = webhook_body(claim)
     headers = {
         "Content-Type": "application/json",
         # A kept-alive connection that the agent just closed would look like a failed delivery.

@@ -16,7 +16,7 @@ from rebuno_sync.kernel.activity import Activity
 from rebuno_sync.kernel.api import Api
 from rebuno_sync.kernel.auth import Authenticator
 from rebuno_sync.kernel.clock import Clock
-from rebuno_sync.kernel.dispatch import Dispatcher
+from rebuno_sync.kernel.dispatch import Dispatcher, Post
 from rebuno_sync.kernel.hosts import Hosts
 from rebuno_sync.kernel.live import Hub
 from rebuno_sync.kernel.page import Page
@@ -47,6 +47,8 @@ class EmbeddedKernel:
         clock: the time; by default one of its own, see :meth:`advance`.
         allowed_hosts: names besides loopback ones and ``host`` under which browsers may ask for
             the page, and clients for the API where there is no ``bearer_token``.
+        post: how a claimed dispatch reaches its agent; by HTTP by default.
+        serve: whether to listen from the start; :meth:`serve` does so later.
 
     Raises:
         ManifestError: the manifest cannot be used.
@@ -67,6 +69,8 @@ class EmbeddedKernel:
         accept_generation_1: bool = False,
         clock: Clock | None = None,
         allowed_hosts: Collection[str] = (),
+        post: Post | None = None,
+        serve: bool = True,
     ) -> None:
         if not 0 < lease_timeout < math.inf:
             raise ValueError(
@@ -84,6 +88,8 @@ class EmbeddedKernel:
         self._accept_body_signatures = accept_body_signatures
         self._accept_generation_1 = accept_generation_1
         self._clock = clock or Clock()
+        self._post = post
+        self._serve = serve
         self._lock = threading.Lock()
         self._parts: _Parts | None = None
 
@@ -118,13 +124,14 @@ class EmbeddedKernel:
             app.register_blueprint(
                 Page(store, hub, Guard(self._hosts, self._bearer_token)).blueprint()
             )
-            server = Server(app, self._host, self._port)
+            server = Server(app, self._host, self._port) if self._serve else None
         except BaseException:
             store.close()
             raise
-        dispatcher = Dispatcher(store, self._clock, self._lease_timeout)
+        dispatcher = Dispatcher(store, self._clock, self._lease_timeout, self._post)
         store.on_queue = dispatcher.wake
-        server.start()
+        if server is not None:
+            server.start()
         dispatcher.start()
         return _Parts(store, hub, app, server, dispatcher)
 
@@ -141,8 +148,22 @@ class EmbeddedKernel:
         # else count as requests that do not end.
         parts.dispatcher.stop(_WEBHOOKS_SECONDS)
         parts.hub.close()
-        parts.server.stop(_REQUESTS_SECONDS)
+        if parts.server is not None:
+            parts.server.stop(_REQUESTS_SECONDS)
         parts.store.close()
+
+    def serve(self) -> None:
+        """Listen for HTTP, unless it does already.
+
+        Raises:
+            RuntimeError: the kernel is not running.
+            OSError: the address cannot be listened on.
+        """
+        with self._lock:
+            parts = self._running()
+            if parts.server is None:
+                parts.server = Server(parts.app, self._host, self._port)
+                parts.server.start()
 
     def advance(self, seconds: float) -> None:
         """Move the kernel's clock forward, for tests.
@@ -165,10 +186,13 @@ class EmbeddedKernel:
         """The base URL, such as ``http://127.0.0.1:8080``.
 
         Raises:
-            RuntimeError: the kernel is not running.
+            RuntimeError: the kernel is not running, or not listening.
         """
+        server = self._running().server
+        if server is None:
+            raise RuntimeError("the kernel does not listen for HTTP; call serve()")
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._running().server.port}"
+        return f"http://{host}:{server.port}"
 
     @property
     def app(self) -> Flask:
@@ -197,7 +221,8 @@ class EmbeddedKernel:
         self.stop()
 
     def __repr__(self) -> str:
-        state = "stopped" if self._parts is None else self.url
+        parts = self._parts
+        state = "stopped" if parts is None else "running" if parts.server is None else self.url
         return f"<EmbeddedKernel {self._path or 'in memory'} {state}>"
 
 
@@ -205,7 +230,7 @@ class _Parts:
     """What runs while the kernel runs."""
 
     def __init__(
-        self, store: Store, hub: Hub, app: Flask, server: Server, dispatcher: Dispatcher
+        self, store: Store, hub: Hub, app: Flask, server: Server | None, dispatcher: Dispatcher
     ) -> None:
         self.store = store
         self.hub = hub
