@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rebuno_sync.cli.asking import Asker
-from rebuno_sync.cli.live_text import LiveText
 from rebuno_sync.cli.output import Output, plain, visible
 from rebuno_sync.cli.session import Failure, Session
 from rebuno_sync.cli.timeline import Entry, Timeline
 from rebuno_sync.cli.times import clock_text, duration_text, now, parse_time
 from rebuno_sync.errors import RebunoError
+from rebuno_sync.live_text import LiveText
 from rebuno_sync.wire import Delta, Execution
 
 if TYPE_CHECKING:

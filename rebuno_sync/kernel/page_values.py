@@ -14,8 +14,10 @@ from typing import Any, Final
 
 import orjson
 
+from rebuno_sync.live_text import LiveText
+
 #: Longer JSON is not laid out in lines, in characters.
-LAID_OUT: Final = 64 * 1024
+LAID_OUT: Final = 256 * 1024
 #: How much of a value has to be read to show it, in characters.
 READ: Final = LAID_OUT + 1
 #: How much of a value stands on the page, in characters.
@@ -109,8 +111,13 @@ def _laid_out(raw: str, value: Any) -> tuple[str, str]:
         return value, ""
     if _is_response(value):
         kind = value["headers"].get("content-type", "")
+        note = f"HTTP {_line(value['status'])}{f', {kind}' if kind else ''}"
+        if kind.startswith("text/event-stream"):
+            words = LiveText().feed(0, f"{value['body']}\n")
+            if words.strip():
+                return words, f"{note}: the words of the stream"
         body, _ = _laid_out(value["body"], _decoded(value["body"]))
-        return body, f"HTTP {_line(value['status'])}{f', {kind}' if kind else ''}"
+        return body, note
     try:
         return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode(), ""
     except TypeError:  # nested deeper than orjson goes

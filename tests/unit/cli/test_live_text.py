@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rebuno_sync.cli.live_text import LiveText
+from rebuno_sync.live_text import LiveText
 
 CHAT = (
     "".join(

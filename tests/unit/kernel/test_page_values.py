@@ -65,6 +65,24 @@ def test_the_response_of_an_llm_call_is_taken_apart() -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "text", "note"),
+    [
+        (
+            'data: {"choices":[{"delta":{"content":"Once "}}]}\n\n'
+            'data: {"choices":[{"delta":{"content":"upon"}}]}\n\ndata: [DONE]',
+            "Once upon",
+            "HTTP 200, text/event-stream: the words of the stream",
+        ),
+        ('data: {"choices":[]}', 'data: {"choices":[]}', "HTTP 200, text/event-stream"),
+    ],
+)
+def test_of_a_stream_the_words_are_shown(body: str, text: str, note: str) -> None:
+    recorded = {"status": 200, "headers": {"content-type": "text/event-stream"}, "body": body}
+    found = show(json.dumps(recorded))
+    assert (found.text.rstrip("\n"), found.note) == (text, note)
+
+
+@pytest.mark.parametrize(
     "recorded",
     [
         {"status": 200, "headers": {}, "body": {"no": "text"}},

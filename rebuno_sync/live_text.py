@@ -1,7 +1,8 @@
 """From the live output of a step to the words that a model says. Pure.
 
 LLM calls publish the provider's stream as it comes, which is Server-Sent Events with JSON; a
-person wants the text in it. Whatever is not such a stream passes through unchanged.
+person wants the text in it. Whatever is not such a stream passes through unchanged. The command
+line and the kernel's page both read it so.
 """
 
 from __future__ import annotations
