@@ -1,13 +1,16 @@
 """Live output: what a streamed call publishes while it goes on (PROTOCOL 11). Best effort.
 
 One daemon thread per stream sends; the thread that reads the stream only puts text in front of
-it, and at the end waits at most for one flush.
+it, and at the end waits at most for one flush. Threads are kept for the next stream, since
+starting one would take longer than all the rest that happens before the first byte.
 """
 
 from __future__ import annotations
 
 import codecs
 import logging
+import os
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +27,53 @@ MAX_WAITING = 64 * 1024
 #: How long the end of a stream waits for what was not yet sent, in seconds.
 LAST_FLUSH = 1.0
 _FAILURES_IN_A_ROW = 3
+_IDLE_SECONDS = 10.0
+
+
+class Publishers:
+    """Daemon threads that each publish one stream after the other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
+
+    def run(self, publish: Callable[[], None]) -> None:
+        """Run ``publish`` on a thread that has nothing to do, or on a new one."""
+        with self._lock:
+            inbox = self._idle.pop() if self._idle else None
+        if inbox is None:
+            inbox = queue.SimpleQueue()
+            threading.Thread(
+                target=self._loop, args=(inbox,), name="rebuno-live", daemon=True
+            ).start()
+        inbox.put(publish)
+
+    def _loop(self, inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
+        while True:
+            try:
+                publish = inbox.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if inbox in self._idle:
+                        self._idle.remove(inbox)
+                        return
+                continue  # something was given to it just now
+            publish()
+            del publish
+            with self._lock:
+                self._idle.append(inbox)
+
+
+_publishers = Publishers()
+
+
+def _after_fork() -> None:
+    # The parent's threads are not here, and one may have held the lock.
+    global _publishers
+    _publishers = Publishers()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class LiveChannel:
@@ -31,19 +81,17 @@ class LiveChannel:
 
     Args:
         send: sends one delta: its number and its text.
-        name: what the thread is called.
     """
 
-    def __init__(self, send: Callable[[int, str], None], name: str) -> None:
+    def __init__(self, send: Callable[[int, str], None]) -> None:
         self._send = send
-        self._name = name
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._changed = threading.Condition()
         self._waiting: list[str] = []
         self._size = 0
         self._since = 0.0
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._started = False
         self._stopped = False
 
     def feed(self, chunk: bytes) -> None:
@@ -56,9 +104,9 @@ class LiveChannel:
                 self._since = time.monotonic()
             self._waiting.append(text)
             self._size += len(text)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                self._thread.start()
+            if not self._started:
+                self._started = True
+                _publishers.run(self._publish)
             self._changed.notify_all()
 
     def close(self, wait: bool = True) -> None:
@@ -66,11 +114,11 @@ class LiveChannel:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            if wait and self._thread is not None:
+            if wait and self._started:
                 self._changed.wait_for(lambda: self._stopped, LAST_FLUSH)
             self._stopped = True
 
-    def _loop(self) -> None:
+    def _publish(self) -> None:
         seq = failures = 0
         while failures < _FAILURES_IN_A_ROW and (text := self._next()):
             for at in range(0, len(text), MAX_DELTA):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from rebuno_sync import APIError, LeaseSuperseded, NetworkError
 from rebuno_sync.effects import llm_live
-from rebuno_sync.effects.llm_live import FLUSH_AT, MAX_DELTA, MAX_WAITING, LiveChannel
+from rebuno_sync.effects.llm_live import FLUSH_AT, MAX_DELTA, MAX_WAITING, LiveChannel, Publishers
 from rebuno_sync.wire import MAX_STREAM_BYTES
 from tests.scripted import wait_until
 
@@ -25,9 +27,11 @@ class Kernel:
         self.open.set()
         self.arrived = threading.Event()
         self.answers: list[BaseException | None] = []
+        self.on_send: Callable[[], object] = lambda: None
 
     def send(self, seq: int, text: str) -> None:
         self.arrived.set()
+        self.on_send()
         assert self.open.wait(30)
         answer = self.answers.pop(0) if self.answers else None
         if answer is not None:
@@ -50,8 +54,15 @@ def no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm_live, "FLUSH_AFTER", 1e6)
 
 
+@pytest.fixture
+def publishers(monkeypatch: pytest.MonkeyPatch) -> Publishers:
+    found = Publishers()
+    monkeypatch.setattr(llm_live, "_publishers", found)
+    return found
+
+
 def channel_to(kernel: Kernel) -> LiveChannel:
-    return LiveChannel(kernel.send, "live")
+    return LiveChannel(kernel.send)
 
 
 @settings(max_examples=30)
@@ -99,16 +110,81 @@ def test_the_end_sends_what_is_left(kernel: Kernel) -> None:
     assert kernel.deltas == [(0, "rest")]
 
 
-def test_without_text_there_is_no_thread(kernel: Kernel) -> None:
-    before = threading.active_count()
+# Threads
+
+
+def live_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "rebuno-live"}
+
+
+def test_without_text_there_is_no_thread(kernel: Kernel, publishers: Publishers) -> None:
+    before = live_threads()
     channel = channel_to(kernel)
     channel.feed(b"")
     channel.close()
-    assert threading.active_count() == before
+    assert live_threads() <= before
+
+
+def test_a_thread_serves_one_stream_after_the_other(publishers: Publishers) -> None:
+    used: set[int] = set()
+    for _ in range(20):
+        kernel = Kernel()
+        kernel.on_send = lambda: used.add(threading.get_ident())
+        channel = channel_to(kernel)
+        channel.feed(b"text")
+        channel.close()
+        assert kernel.text == "text"
+        wait_until(lambda: publishers._idle)
+    assert len(used) == 1
+
+
+def test_streams_at_once_do_not_wait_for_each_other(publishers: Publishers) -> None:
+    kernels = [Kernel() for _ in range(5)]
+    channels = [channel_to(kernel) for kernel in kernels]
+    for kernel, channel in zip(kernels, channels, strict=True):
+        kernel.open.clear()
+        channel.feed(b"text")
+    for kernel in kernels:
+        assert kernel.arrived.wait(30)
+    for kernel, channel in zip(kernels, channels, strict=True):
+        kernel.open.set()
+        channel.close()
+        assert kernel.text == "text"
+
+
+def test_idle_threads_end(publishers: Publishers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_live, "_IDLE_SECONDS", 0.01)
+    before = live_threads()
+    done = threading.Event()
+    publishers.run(done.set)
+    assert done.wait(30)
+    wait_until(lambda: live_threads() <= before)
+    assert publishers._idle == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_begins_with_threads_of_its_own(kernel: Kernel) -> None:
+    """A thread that waits in the parent is not there in the child."""
+    channel = channel_to(kernel)
+    channel.feed(b"parent")
+    channel.close()
+    wait_until(lambda: llm_live._publishers._idle)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            mine = Kernel()
+            channel = channel_to(mine)
+            channel.feed(b"child")
+            channel.close()
+            status = 0 if mine.text == "child" else 1
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_kernel_that_hangs_holds_up_nothing_but_the_end_once(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+    kernel: Kernel, publishers: Publishers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm_live, "LAST_FLUSH", 0.05)
     kernel.open.clear()
@@ -121,7 +197,7 @@ def test_a_kernel_that_hangs_holds_up_nothing_but_the_end_once(
     channel.close()
     channel.feed(b"after the end")
     kernel.open.set()
-    wait_until(lambda: channel._thread is not None and not channel._thread.is_alive())
+    wait_until(lambda: publishers._idle)
     # What was under way arrived; what had waited longer than the end was let go.
     assert kernel.deltas == [(0, "first")]
 
