@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import keyword
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -192,7 +193,9 @@ def wrap_tool(
     call.__name__ = call.__qualname__ = name
     call.__doc__ = description or None
     call.__signature__ = signature  # type: ignore[attr-defined]
-    call.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    call.__annotations__ = {
+        p.name: p.annotation for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY
+    }
     call.__input_schema__ = dict(args_schema or {"type": "object", "properties": {}})  # type: ignore[attr-defined]
     return call
 
@@ -223,11 +226,14 @@ def _signature_of(schema: Mapping[str, Any] | None, name: str) -> inspect.Signat
             annotation=_annotation(field),
         )
         for key, field in properties.items()
-        if key.isidentifier()
+        if key.isidentifier() and not keyword.iskeyword(key)
     ]
     if len(parameters) < len(properties) or (schema or {}).get("additionalProperties"):
         # Names that Python cannot spell still arrive as keywords.
-        parameters.append(inspect.Parameter("more", inspect.Parameter.VAR_KEYWORD))
+        more = "more"
+        while more in properties:
+            more += "_"
+        parameters.append(inspect.Parameter(more, inspect.Parameter.VAR_KEYWORD))
     return inspect.Signature(parameters)
 
 
@@ -246,7 +252,5 @@ def _keywords(
     """Return the arguments as given: absent ones stay absent, as a schema's defaults are hints."""
     if len(args) == 1 and not kwargs and isinstance(args[0], dict):
         return _keywords(signature, (), dict(args[0]))
-    bound = signature.bind(*args, **kwargs)
-    named = dict(bound.arguments)
-    named.update(named.pop("more", {}))
-    return {key: named[key] for key in kwargs if key in named}
+    signature.bind(*args, **kwargs)
+    return kwargs
