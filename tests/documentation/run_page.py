@@ -92,9 +92,12 @@ def file_name(block: Block) -> str | None:
 
 
 def provide_models(stack: contextlib.ExitStack) -> None:
-    from examples.fake_provider import FakeProvider
+    from examples.fake_provider import Asked, FakeProvider, Reply, error, text
 
-    provider = stack.enter_context(FakeProvider())
+    def reply(asked: Asked) -> Reply:
+        return error(503) if asked.model == "overloaded-model" else text("It is snowing.")
+
+    provider = stack.enter_context(FakeProvider(reply))
     os.environ.update(
         OPENAI_BASE_URL=provider.url + "/v1",
         OPENAI_API_KEY="none",
