@@ -14,6 +14,8 @@ import contextvars
 import logging
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -71,28 +73,52 @@ class _Process:
         self.workers = Workers(
             agent._run_dispatch, heartbeats, agent.max_concurrency, f"rebuno-{agent.agent_id}"
         )
+        self.shutdown_timeout = agent.shutdown_timeout
         self.metadata_sent = threading.Event()
-        # Worker threads are daemons, so that a hung handler cannot hold up the end of the
-        # process; here is where those that do end get their time. It must come before
-        # concurrent.futures refuses new work, which handlers may need to get to their end.
-        register = getattr(threading, "_register_atexit", atexit.register)
-        try:
-            register(self._at_exit, agent)
-        except RuntimeError:  # the process is already ending
-            self.workers.close(0.0)
-
-    def _at_exit(self, agent: AgentCore) -> None:
-        if self.pid == os.getpid():
-            self.workers.close(agent.shutdown_timeout)
 
 
-# Made at import and never held across a fork: see _after_fork.
-_creating = threading.Lock()
+class _Held:
+    """What all agents hold in this process; a fork begins with a fresh one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.parts: weakref.WeakSet[_Process] = weakref.WeakSet()
+        self._registered = False
+
+    def make(self, agent: AgentCore) -> _Process:
+        """Return the agent's part; call with the lock held."""
+        part = _Process(agent)
+        if not self._registered:
+            self._registered = True
+            # Worker threads are daemons, so that a hung handler cannot hold up the end of the
+            # process; here is where those that do end get their time. It must come before
+            # concurrent.futures refuses new work, which handlers may need to get to their end.
+            register = getattr(threading, "_register_atexit", atexit.register)
+            try:
+                register(self.drain)
+            except RuntimeError:  # the process is already ending
+                part.workers.refuse()
+        self.parts.add(part)
+        return part
+
+    def drain(self) -> None:
+        """Close every agent at the end of the process, all within the same seconds."""
+        if self is not _held:
+            return
+        begin = time.monotonic()
+        parts = list(self.parts)
+        for part in parts:
+            part.workers.refuse()
+        for part in parts:
+            part.workers.close(max(0.0, begin + part.shutdown_timeout - time.monotonic()))
+
+
+_held = _Held()
 
 
 def _after_fork() -> None:
-    global _creating
-    _creating = threading.Lock()
+    global _held
+    _held = _Held()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -135,6 +161,8 @@ class AgentCore:
     ) -> None:
         if not isinstance(agent_id, str) or not agent_id:
             raise ValueError(f"agent_id is non-empty text, not {agent_id!r}")
+        if not (agent_id.isascii() and agent_id.isprintable()):
+            raise ValueError(f"agent_id is sent as an HTTP header, which takes ASCII: {agent_id!r}")
         if not webhook_path.startswith("/"):
             raise ValueError(f"webhook_path begins with '/': {webhook_path!r}")
         if type(max_concurrency) is not int or max_concurrency < 1:
@@ -143,7 +171,7 @@ class AgentCore:
             ("kernel_timeout", kernel_timeout, 1e-3),
             ("shutdown_timeout", shutdown_timeout, 0.0),
         ):
-            if not isinstance(seconds, (int, float)) or not seconds >= least:
+            if not isinstance(seconds, (int, float)) or not least <= seconds < 1e9:
                 raise ValueError(f"{name} is a number of seconds, not {seconds!r}")
         if signature not in ("auto", "body", "v1"):
             raise ValueError(f"signature is 'auto', 'body' or 'v1', not {signature!r}")
@@ -155,14 +183,17 @@ class AgentCore:
         self.output_schema = output_schema
         self._secret = from_environment(secret, "secret", "REBUNO_AGENT_SECRET")
         url = from_environment(base_url, "base_url", "REBUNO_URL")
-        self._kernel = KernelClient(
-            agent_id, self._secret, Transport(url, timeout=kernel_timeout), signature
-        )
+        self._signature: Signature = signature
+        self.connect(Transport(url, timeout=kernel_timeout))
         self._binder: InputBinder | None = None
         self._process: _Process | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.agent_id!r}>"
+
+    def connect(self, transport: Transport) -> None:
+        """Reach the kernel through another transport from now on, as tests do without sockets."""
+        self._kernel = KernelClient(self.agent_id, self._secret, transport, self._signature)
 
     # The handler
 
@@ -234,10 +265,11 @@ class AgentCore:
     def _here(self) -> _Process:
         process = self._process
         if process is None or process.pid != os.getpid():
-            with _creating:
+            held = _held
+            with held.lock:
                 process = self._process
                 if process is None or process.pid != os.getpid():
-                    process = self._process = _Process(self)
+                    process = self._process = held.make(self)
         return process
 
     def _beat(self, lease: Any, timeout: float) -> None:
@@ -255,6 +287,9 @@ class AgentCore:
             return
         if execution.done:
             log.info("nothing to do, it is %s already: %s", execution.status, lease)
+            return
+        if lease.signal is not None:
+            log.info("nothing to do, %s: %s", lease.signal, lease)
             return
         context = ExecutionContext(execution, lease, self._kernel)
         # A context of its own: what one handler sets must not reach the next on this thread.
@@ -334,12 +369,20 @@ class AgentCore:
             raise ValueError("Result(state=…) needs a kernel of generation 3, which keeps sessions")
 
     def _report(self, report: Callable[[], None], run: Run) -> None:
+        lease = run.lease
         try:
-            report()
+            try:
+                report()
+            except APIError as exc:
+                if exc.status_code not in (400, 413):
+                    raise
+                # The next attempt would come to the same output, and no further.
+                log.error("the kernel refuses the output of %s: %s", lease, exc)
+                self._kernel.fail(lease.execution_id, lease, failure_reason(exc))
         except APIError as exc:
-            log.warning("the kernel did not take the end of %s: %s", run.lease, exc)
+            log.warning("the kernel did not take the end of %s: %s", lease, exc)
         except NetworkError as exc:
-            log.warning("given up, the end cannot be reported: %s: %s", run.lease, exc)
+            log.warning("given up, the end cannot be reported: %s: %s", lease, exc)
 
     def _send_metadata(self, dispatch: Dispatch) -> None:
         """Tell a generation 3 kernel what the agent takes and gives, once per process."""
@@ -352,7 +395,7 @@ class AgentCore:
             self._kernel.put_metadata(
                 self.description, self._binder.schema(), schema_of(self.output_schema)
             )
-        except (RebunoError, TypeError, ValueError) as exc:
+        except Exception as exc:
             log.info("the kernel did not take the metadata of %s: %s", self.agent_id, exc)
 
 

@@ -227,7 +227,7 @@ class Transport:
         while True:
             answer, error = None, None
             try:
-                answer = self._send(method, path, body, headers, timeout or self.timeout)
+                answer = self.send_once(method, path, body, headers, timeout or self.timeout)
                 if 200 <= answer.status < 300 and answer.body:
                     # A login page of some proxy says 200 too, and has not done what was asked.
                     answer.json()
@@ -281,7 +281,7 @@ class Transport:
         answer.raise_for_status()
         raise NetworkError(f"{self.base_url} answered HTTP {answer.status}, which is no stream")
 
-    def _send(
+    def send_once(
         self,
         method: str,
         path: str,
@@ -289,6 +289,15 @@ class Transport:
         headers: Callable[[str], Mapping[str, str]],
         timeout: float,
     ) -> Answer:
+        """Send a request once: the one method that a transport of another kind replaces.
+
+        Args:
+            headers: called with the final target; returns the headers to send.
+            timeout: how long to wait for the answer, in seconds.
+
+        Raises:
+            NetworkError: no answer came.
+        """
         from .connections import Timeout, network_error
 
         target = self.prefix + path
