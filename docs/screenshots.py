@@ -1,13 +1,13 @@
 """Makes the screenshots of docs/page.md: ``python -m docs.screenshots``.
 
-A kernel, three agents, executions in every state; then Chromium looks at them.
+A kernel, three agents, executions in every state; then Chromium looks at them. What the agents log
+of their crashes and refusals belongs to it.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -193,7 +193,10 @@ def shoot(driver: WebDriver, name: str, width: int, scheme: str = "light") -> No
     prefer(driver, scheme)
     resize(driver, width, 800)
     height = driver.execute_script("return document.documentElement.scrollHeight")
-    resize(driver, width, min(height, 1600), 1.0)
+    resize(driver, width, min(height, 1600))
+    driver.execute_async_script(
+        "const [done] = arguments; requestAnimationFrame(() => requestAnimationFrame(done));"
+    )
     taken = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
     (IMAGES / f"{name}.png").write_bytes(base64.b64decode(taken["data"]))
 
@@ -205,14 +208,11 @@ def main() -> None:
         shoot(driver, "executions", 1100)
         driver.get(f"{kernel.url}/executions/{ids['granted']}")
         shoot(driver, "execution", 1100)
-        shoot(driver, "execution-dark", 1100, "dark")
-        shoot(driver, "execution-phone", 390)
+        shoot(driver, "execution-phone", 390, "dark")
         driver.get(f"{kernel.url}/approvals")
         shoot(driver, "approvals", 1100)
-        shoot(driver, "approvals-phone", 390, "dark")
         driver.get(f"{kernel.url}/agents/support")
         shoot(driver, "agent", 1100)
-        print(json.dumps(driver.get_log("browser"), indent=1))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ def find() -> tuple[str, str]:
     Raises:
         NoBrowser: one of them is not there.
     """
-    chromium = os.environ.get("REBUNO_CHROMIUM") or shutil.which("chromium")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    installed = next(filter(None, map(shutil.which, names)), None)
+    chromium = os.environ.get("REBUNO_CHROMIUM") or installed
     driver = os.environ.get("REBUNO_CHROMEDRIVER") or shutil.which("chromedriver")
     if not chromium or not driver:
         missing = "chromium" if not chromium else "chromedriver"

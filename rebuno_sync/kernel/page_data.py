@@ -23,6 +23,8 @@ _EVENTS_AT_ONCE: Final = 1000
 
 _STATUSES: Final = ("pending", "running", "blocked", "completed", "failed", "cancelled")
 _HINT: Final = page_values.HINT + 1
+#: The fields of events that say little to a person who goes through the log.
+_NOT_HINTED: Final = ("execution_id", "dispatch_id", "step_id", "approval_id", "step_type")
 #: What is read of an execution besides its values.
 EXECUTION_COLUMNS: Final = (
     "id, agent_id, status, failure_reason, session, parent_execution_id, on_behalf_of,"
@@ -130,7 +132,9 @@ def events_page(
         EVENTS_A_PAGE,
     )
     more = bool(rows) and rows[-1]["event_seq"] < row["last_event"]
-    shown = [(event, page_values.shown(event["payload"], event["size"])) for event in rows]
+    shown = [
+        (event, page_values.shown(event["payload"], event["size"], _NOT_HINTED)) for event in rows
+    ]
     return row, shown, rows[-1]["event_seq"] if more else None
 
 

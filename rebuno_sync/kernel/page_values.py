@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import json
 import re
+from collections.abc import Collection
 from typing import Any, Final
 
 import orjson
@@ -64,17 +65,18 @@ def _escape(match: re.Match[str]) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def shown(raw: str, size: int) -> Shown:
+def shown(raw: str, size: int, left_out: Collection[str] = ()) -> Shown:
     """Return how recorded JSON is shown.
 
     Args:
         raw: its text, or the first :data:`READ` characters of it.
         size: the size of the whole, in bytes.
+        left_out: the fields that are not worth a hint.
     """
     value = _decoded(raw)
     text, note = _laid_out(raw, value)
     is_cut = len(raw) > LAID_OUT or len(text) > SHOWN
-    return Shown(_hint(raw, value), visible(text[:SHOWN]), size, is_cut, note)
+    return Shown(_hint(raw, value, left_out), visible(text[:SHOWN]), size, is_cut, note)
 
 
 def hint(raw: str) -> str:
@@ -82,11 +84,12 @@ def hint(raw: str) -> str:
     return _hint(raw, _decoded(raw))
 
 
-def _hint(raw: str, value: Any) -> str:
+def _hint(raw: str, value: Any, left_out: Collection[str] = ()) -> str:
     if value is _UNREADABLE:
         line = raw
     elif isinstance(value, dict):
-        line = _last_said(value) or ", ".join(f"{n}: {_line(v)}" for n, v in value.items())
+        pairs = (f"{n}: {_line(v)}" for n, v in value.items() if n not in left_out)
+        line = _last_said(value) or ", ".join(pairs)
     else:
         line = "" if value is None else _line(value)
     return visible(f"{line[:HINT]}…" if len(line) > HINT else line)
@@ -196,14 +199,20 @@ def duration(seconds: float) -> str:
     raise AssertionError("a minute is the least that gets here")
 
 
-def clock(seconds: float, now: float) -> str:
-    """Return a time in the kernel's time zone, with the day unless it is today's."""
+def clock(seconds: float, now: float, precise: bool = False) -> str:
+    """Return a time in the kernel's time zone, with the day unless it is today's.
+
+    Args:
+        seconds: the time, since the Unix epoch.
+        now: the time now.
+        precise: whether milliseconds are wanted.
+    """
     moment, today = _moment(seconds), _moment(now).date()
+    time = f"{moment:%H:%M:%S}" + (f".{moment.microsecond // 1000:03}" if precise else "")
     if moment.date() == today:
-        return f"{moment:%H:%M:%S}"
-    return f"{moment.day} {moment:%b} {moment:%H:%M:%S}" + (
-        "" if moment.year == today.year else f" {moment.year}"
-    )
+        return time
+    year = "" if moment.year == today.year else f" {moment.year}"
+    return f"{moment.day} {moment:%b}{year} {time}"
 
 
 def iso(seconds: float) -> str:
