@@ -1,10 +1,11 @@
 """Our SDK beside the official one, in one run on one machine.
 
-    python -m benchmarks [--rounds N] [--steps N] [--json FILE]
+    python -m benchmarks [--rounds N] [--steps N] [--executions N] [--json FILE]
 
 Both run the same handler in a process of their own, on the server that comes with each, against
 one loop-back kernel that answers at once. The rounds are interleaved and the median is taken, so
-that what else the machine does hits both. Without the official SDK ours is measured alone.
+that what else the machine does hits both. Without the official SDK ours is measured alone. Then
+come many executions on one embedded kernel.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import load
 from benchmarks.processes import AgentProcess, Kernel, RawSocket, start
 from benchmarks.stages import stages
 from rebuno_sync.version import __version__
@@ -158,11 +160,18 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=400, help="steps a handler takes (default 400)"
     )
+    parser.add_argument(
+        "--executions", type=int, default=2000, help="how many the load has; 0 for none"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
     given = parser.parse_args()
     console = Console()
     results = measure(given.rounds, given.steps, console)
     show(results, console)
+    if given.executions:
+        found = load.run(given.executions, console)
+        load.show(found, console)
+        results["load"] = load.as_json(found)
     if given.json is not None:
         given.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
