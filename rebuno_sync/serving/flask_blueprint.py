@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING
+import contextlib
+import io
+from typing import IO, TYPE_CHECKING, Any
 
 from ..agent import MAX_WEBHOOK_BYTES, AgentCore
 from ..wire import SIGNATURE_HEADER
 
 if TYPE_CHECKING:
+    from _typeshed.wsgi import WSGIApplication, WSGIEnvironment
     from flask import Blueprint, Flask, Response
+    from flask.blueprints import BlueprintSetupState
 
 #: In the WSGI environment: the raw body, kept before anything else may read it.
 _RAW_BODY = "rebuno_sync.raw_body"
+_SIGNATURE = "HTTP_" + SIGNATURE_HEADER.upper().replace("-", "_")
 
 
 def make_blueprint(agent: AgentCore) -> Blueprint:
     """Return a blueprint with the agent's webhook; it can be registered on several apps."""
-    from flask import Blueprint, current_app, request
+    from flask import Blueprint, current_app, make_response, request
 
-    name = "rebuno_" + re.sub(r"[^A-Za-z0-9_]", "_", agent.agent_id)
-    blueprint = Blueprint(name, __name__)
+    blueprint = Blueprint(_blueprint_name(agent.agent_id), __name__)
+
+    @blueprint.record_once
+    def keep_raw_bodies(state: BlueprintSetupState) -> None:
+        app: Any = state.app
+        app.wsgi_app = _keeping_raw_bodies(app.wsgi_app)
 
     @blueprint.post(agent.webhook_path)
-    def webhook() -> Response:
-        from flask import make_response
-
-        request.max_content_length = MAX_WEBHOOK_BYTES
-        body = request.get_data(cache=True)
+    def webhook(**variables: Any) -> Response:
+        # The variables are those of a prefix like /tenants/<tenant>; they mean nothing here.
+        body = _raw_body(request.environ)
         app: Flask = current_app._get_current_object()  # type: ignore[attr-defined]
-        status, text = agent.deliver(body, request.headers.get(SIGNATURE_HEADER), app.app_context)
+        if len(body) > MAX_WEBHOOK_BYTES:
+            status, text = 413, f"a dispatch has at most {MAX_WEBHOOK_BYTES} bytes"
+        else:
+            signature = request.headers.get(SIGNATURE_HEADER)
+            status, text = agent.deliver(body, signature, app.app_context)
         response = make_response(text, status)
         response.mimetype = "text/plain"
         if status == 503:
@@ -46,3 +56,63 @@ def make_app(agent: AgentCore) -> Flask:
     app = Flask("rebuno_sync.agent")
     app.register_blueprint(make_blueprint(agent))
     return app
+
+
+def _blueprint_name(agent_id: str) -> str:
+    # Flask takes every name without a dot; two agents must never get the same one.
+    return "rebuno_" + agent_id.replace("%", "%25").replace(".", "%2E")
+
+
+def _keeping_raw_bodies(wsgi_app: WSGIApplication) -> WSGIApplication:
+    """Keep the raw body of each signed request.
+
+    The signature covers the raw bytes, and whatever the app does before the webhook is called
+    may read them, parse them or throw them away.
+    """
+
+    def keep(environ: WSGIEnvironment, start_response: Any) -> Any:
+        if _SIGNATURE in environ and environ["REQUEST_METHOD"] == "POST":
+            _raw_body(environ)
+        return wsgi_app(environ, start_response)
+
+    return keep
+
+
+def _raw_body(environ: WSGIEnvironment) -> bytes:
+    """Return the raw body, or its beginning when it is too long for a dispatch.
+
+    Whoever reads the request after this finds all of the body still there.
+    """
+    from werkzeug.exceptions import ClientDisconnected
+    from werkzeug.wsgi import get_input_stream
+
+    if _RAW_BODY not in environ:
+        stream = get_input_stream(environ)
+        body = b""
+        with contextlib.suppress(ClientDisconnected):  # half a body does not verify
+            while (wanted := MAX_WEBHOOK_BYTES + 1 - len(body)) and (piece := stream.read(wanted)):
+                body += piece
+        environ[_RAW_BODY] = body
+        if body:
+            whole = len(body) <= MAX_WEBHOOK_BYTES
+            environ["wsgi.input"] = (
+                io.BytesIO(body) if whole else io.BufferedReader(_Replayed(body, stream))
+            )
+    kept: bytes = environ[_RAW_BODY]
+    return kept
+
+
+class _Replayed(io.RawIOBase):
+    """A body from its beginning, though the beginning was read already."""
+
+    def __init__(self, head: bytes, tail: IO[bytes]) -> None:
+        self._head = io.BytesIO(head)
+        self._tail = tail
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._head.read(len(buffer)) or self._tail.read(len(buffer))
+        buffer[: len(piece)] = piece
+        return len(piece)
