@@ -282,6 +282,13 @@ def test_an_orphan_that_is_not_safe_is_indeterminate_and_not_retried(world: Worl
     assert world.settle(second, step_id)["error"]["reason"] == "indeterminate"
 
 
+def test_an_effect_that_is_known_to_have_failed_may_be_tried_again(world: World) -> None:
+    claim = world.running()
+    step_id = world.submit(claim, idempotency="at_most_once")["step_id"]
+    world.settle(claim, step_id, '{"reason":"indeterminate"}', succeeded=False)
+    assert world.submit(claim, idempotency="at_most_once")["decision"] == "proceed"
+
+
 def test_a_settled_step_keeps_its_first_outcome(world: World) -> None:
     claim = world.running()
     step_id = world.submit(claim)["step_id"]
@@ -690,6 +697,17 @@ def test_a_delivery_is_acknowledged_once(world: World) -> None:
         "status": "acked",
         "attempt": 1,
     }
+
+
+def test_each_attempt_is_acknowledged_once(world: World) -> None:
+    world.do(deliveries.delivered, world.running())
+    for _ in range(2):
+        claim = expire_lease(world)
+        for _ in range(3):
+            world.heartbeat(claim)
+            world.do(deliveries.delivered, claim)
+    acked = [p["attempt"] for t, p in world.events(claim.execution_id) if t == "dispatch.acked"]
+    assert acked == [1, 2, 3]
 
 
 def test_an_acknowledgement_that_comes_late_says_nothing(world: World) -> None:
