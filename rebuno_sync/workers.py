@@ -159,7 +159,7 @@ class Workers:
         with self._changed:
             done = self._changed.wait_for(lambda: not self._running, timeout)
             for run in self._running:
-                self._give_up(run, f"still ran after {timeout:g} s")
+                self._give_up(run, f"still ran after {timeout:.3g} s")
         return done
 
     def refuse(self) -> None:
