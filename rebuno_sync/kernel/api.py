@@ -19,6 +19,7 @@ from rebuno_sync.kernel import (
     queries,
     refusals,
     registry,
+    steps,
     transitions,
     views,
 )
@@ -187,14 +188,14 @@ class Api:
         agent_id = self._auth.reader(request)
         with self._store.read() as tx:
             row = _readable(tx, execution_id, agent_id)
-            steps = queries.steps(tx, row["id"], request.args.get("status") or None)
-        return _json([views.step(step) for step in steps])
+            rows = queries.steps(tx, row["id"], request.args.get("status") or None)
+        return _json([views.step(step) for step in rows])
 
     def get_step(self, execution_id: str, step_id: str) -> Response:
         agent_id = self._auth.reader(request)
         with self._store.read() as tx:
             row = _readable(tx, execution_id, agent_id)
-            step = transitions.known_step(tx, row["id"], step_id)
+            step = steps.known_step(tx, row["id"], step_id)
         return _json(views.step(step))
 
     # Executions, for their agents
@@ -211,9 +212,7 @@ class Api:
         lease = self._auth.lease(request, submission=True)
         submission = _submission(request)
         with self._store.write() as tx:
-            answer = transitions.submit(
-                tx, agent_id, _execution_id(execution_id), lease, submission
-            )
+            answer = steps.submit(tx, agent_id, _execution_id(execution_id), lease, submission)
         return _json(answer)
 
     def complete_step(self, execution_id: str, step_id: str) -> Response:
@@ -229,7 +228,7 @@ class Api:
         lease = self._auth.lease(request)
         outcome = Body(request.get_data(), field).raw(field) or "null"
         with self._store.write() as tx:
-            answer = transitions.settle_step(
+            answer = steps.settle_step(
                 tx, agent_id, _execution_id(execution_id), lease, step_id, succeeded, outcome
             )
         return _json(answer)
@@ -245,7 +244,7 @@ class Api:
             raise refusals.invalid(f"data is over {MAX_STREAM_BYTES} bytes; send it in parts")
         id = _execution_id(execution_id)
         with self._store.write() as tx:
-            transitions.streaming(tx, agent_id, id, lease, step_id)
+            steps.streaming(tx, agent_id, id, lease, step_id)
         self._hub.publish(id, step_id, seq, data)
         return _nothing()
 
@@ -359,7 +358,7 @@ class Api:
         return _nothing()
 
 
-def _submission(request: Request) -> transitions.Submission:
+def _submission(request: Request) -> steps.Submission:
     body = Body(request.get_data(), "kind", "target", "args", "idempotency", "resources")
     if body.value("resources") not in (None, []):
         raise refusals.invalid("resources names some, and none is registered with this kernel")
@@ -370,7 +369,7 @@ def _submission(request: Request) -> transitions.Submission:
     if idempotency not in _IDEMPOTENCIES:
         raise refusals.invalid(f"idempotency must be one of {', '.join(_IDEMPOTENCIES)}")
     args = body.raw("args") or "null"
-    return transitions.Submission(
+    return steps.Submission(
         kind=kind,
         target=body.required_text("target"),
         args=args,

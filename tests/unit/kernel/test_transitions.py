@@ -18,6 +18,7 @@ from rebuno_sync.kernel import (
     leases,
     queries,
     registry,
+    steps,
     transitions,
 )
 from rebuno_sync.kernel.clock import Clock
@@ -90,10 +91,10 @@ class World:
         kind: str = "tool_call",
         idempotency: str = "safe_to_retry",
     ) -> dict[str, Any]:
-        submission = transitions.Submission(
+        submission = steps.Submission(
             kind, target, args, identity.args_hash(args.encode()), idempotency
         )
-        answer = self.do(transitions.submit, "a", claim.execution_id, lease_of(claim), submission)
+        answer = self.do(steps.submit, "a", claim.execution_id, lease_of(claim), submission)
         return plain(answer)
 
     def settle(
@@ -101,7 +102,7 @@ class World:
     ) -> dict[str, Any]:
         return plain(
             self.do(
-                transitions.settle_step,
+                steps.settle_step,
                 "a",
                 claim.execution_id,
                 lease_of(claim),
@@ -323,7 +324,7 @@ def test_every_call_with_a_good_lease_renews_it(world: World) -> None:
     calls: list[Callable[[], Any]] = [
         lambda: world.heartbeat(claim),
         submit,
-        lambda: world.do(transitions.streaming, "a", claim.execution_id, lease_of(claim), step_id),
+        lambda: world.do(steps.streaming, "a", claim.execution_id, lease_of(claim), step_id),
         lambda: world.settle(claim, step_id),
         lambda: world.settle(claim, step_id),
         lambda: world.heartbeat(claim),
@@ -843,7 +844,7 @@ def test_a_lease_nobody_names_is_that_of_the_newest_dispatch(world: World) -> No
 
     def settle() -> dict[str, Any]:
         return plain(
-            world.do(transitions.settle_step, "a", claim.execution_id, unnamed, step_id, True, "1")
+            world.do(steps.settle_step, "a", claim.execution_id, unnamed, step_id, True, "1")
         )
 
     assert settle() == {"decision": "recorded"}
