@@ -83,6 +83,8 @@ class _Held:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.parts: weakref.WeakSet[_Process] = weakref.WeakSet()
+        # A plain attribute: a signal handler may set it while this thread holds any lock.
+        self.refusing = False
         self._registered = False
 
     def make(self, agent: AgentCore) -> _Process:
@@ -101,19 +103,40 @@ class _Held:
         self.parts.add(part)
         return part
 
-    def drain(self) -> None:
+    def drain(self, limit: float | None = None) -> bool:
         """Close every agent at the end of the process, all within the same seconds."""
         if self is not _held:
-            return
+            return True
         begin = time.monotonic()
+        self.refusing = True
         parts = list(self.parts)
         for part in parts:
             part.workers.refuse()
+        done = True
         for part in parts:
-            part.workers.close(max(0.0, begin + part.shutdown_timeout - time.monotonic()))
+            seconds = min(part.shutdown_timeout, part.shutdown_timeout if limit is None else limit)
+            done &= part.workers.close(max(0.0, begin + seconds - time.monotonic()))
+        return done
 
 
 _held = _Held()
+
+
+def refuse_dispatches() -> None:
+    """Have every agent of this process answer 503 from now on; safe in a signal handler."""
+    _held.refusing = True
+
+
+def drain(limit: float | None = None) -> bool:
+    """Close every agent of this process: each gets its ``shutdown_timeout``, all at once.
+
+    Args:
+        limit: the longest that this may take, in seconds.
+
+    Returns:
+        Whether every handler ended in time.
+    """
+    return _held.drain(limit)
 
 
 def _after_fork() -> None:
@@ -234,6 +257,8 @@ class AgentCore:
             return 400, f"this is not a dispatch: {exc}"
         if self._binder is None:
             return 503, "this agent has no handler yet; give it one with agent.bind(fn)"
+        if _held.refusing:
+            return 503, "this process is ending"
         accepted = self._here().workers.accept(dispatch, scope)
         if accepted is Acceptance.CLOSING:
             return 503, "this process is shutting down"
@@ -348,7 +373,7 @@ class AgentCore:
             return None
         except RebunoError as refused:
             return fail(failure_reason(refused))
-        if self._here().workers.closing:
+        if _held.refusing or self._here().workers.closing:
             # An interpreter that is being torn down raises what has nothing to do with the
             # work; another process will find out whether this was real.
             log.warning("given up while shutting down: %s", context, exc_info=exc)

@@ -2,6 +2,7 @@
 
 ``JOURNAL`` names the directory: each effect adds a line ``<what> <attempt> <pid>`` to
 ``effects``, and a body that is told to wait does so until the file ``go`` is there.
+``SHUTDOWN_TIMEOUT`` is the agent's, in seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from rebuno_sync import Agent, ToolError, execution, tool
 
 JOURNAL = Path(os.environ["JOURNAL"])
-agent = Agent("a1")
+agent = Agent("a1", shutdown_timeout=float(os.environ.get("SHUTDOWN_TIMEOUT", "25")))
 
 
 def note(what: str) -> None:

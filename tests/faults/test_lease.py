@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rebuno_sync import Agent, Client, LeaseSuperseded, execution, tool
 from rebuno_sync.kernel import EmbeddedKernel
-from rebuno_sync.wire import Execution
+from tests.faults.fleet import OUTPUT, Fleet, fleet_of
 from tests.faults.proxy import FaultProxy
 from tests.faults.sides import AGENT, SECRET
 from tests.scripted import served, wait_until
@@ -112,80 +107,10 @@ def test_an_attempt_whose_lease_was_taken_writes_nothing_more() -> None:
 # In gunicorn's processes
 
 
-@dataclass
-class Fleet:
-    """A gunicorn with our agent, its kernel, and what it noted."""
-
-    kernel: EmbeddedKernel
-    client: Client
-    journal: Path
-    master: subprocess.Popen[bytes]
-
-    def noted(self, what: str = "") -> list[tuple[str, int, int]]:
-        """The lines of the journal: what, the attempt, the process."""
-        file = self.journal / "effects"
-        rows = file.read_text().splitlines() if file.exists() else []
-        split = [row.split() for row in rows]
-        return [(w, int(a), int(p)) for w, a, p in split if not what or w == what]
-
-    def start(self, at: str) -> tuple[Execution, int]:
-        """Start an execution that waits at a place; return it and the worker that waits."""
-        created = self.client.create(AGENT, {"at": at})
-        rows = wait_until(lambda: self.noted(f"waiting-{at}"), what=f"no worker came to {at}")
-        return created, rows[0][2]
-
-    def finish(self, created: Execution) -> Execution:
-        """Let the lease run out and wait for the end."""
-        self.kernel.advance(LEASE + 1)
-        return self.client.wait(created.id, timeout=60)
-
-    def count(self, what: str) -> int:
-        return len(self.noted(what))
-
-
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    with (
-        EmbeddedKernel() as kernel,
-        Client(kernel.url) as client,
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        (tmp_path / "log").open("wb") as log,
-    ):
-        port = listener.getsockname()[1]
-        environment = {
-            **os.environ,
-            "REBUNO_URL": kernel.url,
-            "REBUNO_AGENT_SECRET": SECRET,
-            "JOURNAL": str(tmp_path),
-        }
-        command = [sys.executable, "-m", "gunicorn", "tests.faults.gunicorn_app:app"]
-        options = ["--workers", "2", "--threads", "4", "--timeout", "300"]
-        # The port was taken here and is handed over, so nobody can come between.
-        bound = ["--bind", f"fd://{listener.fileno()}", "--graceful-timeout", "5"]
-        master = subprocess.Popen(
-            [*command, *options, *bound],
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=log,
-            pass_fds=[listener.fileno()],
-        )
-        try:
-            client.register_agent(
-                AGENT, f"http://127.0.0.1:{port}/webhook", SECRET, lease_timeout_seconds=LEASE
-            )
-            yield Fleet(kernel, client, tmp_path, master)
-        finally:
-            (tmp_path / "go").touch()
-            master.terminate()
-            try:
-                master.wait(30)
-            except subprocess.TimeoutExpired:
-                master.kill()
-                master.wait()
-
-
-OUTPUT: dict[str, Any] = {"reserve": "reserved", "pay": "paid", "ship": "shipped"}
+    with fleet_of(tmp_path) as fleet:
+        yield fleet
 
 
 def test_a_worker_killed_between_two_steps(fleet: Fleet) -> None:
@@ -194,7 +119,7 @@ def test_a_worker_killed_between_two_steps(fleet: Fleet) -> None:
     found = fleet.finish(created)
     assert (found.status, found.output) == ("completed", OUTPUT)
     assert [fleet.count(w) for w in ("reserve", "pay", "ship")] == [1, 1, 1]
-    assert attempts(fleet.client, created.id) == 2
+    assert fleet.attempts(created) == 2
 
 
 def test_a_worker_killed_in_a_body_that_may_run_again(fleet: Fleet) -> None:
