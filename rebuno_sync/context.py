@@ -29,10 +29,10 @@ from .errors import (
     RebunoError,
     Terminated,
     ToolError,
-    safe_text,
 )
 from .kernel_client import KernelClient
 from .lease import Lease, refusal_of
+from .outcomes import Deadline, described, encoded
 from .transport import is_transient
 from .wire import Idempotency, Kind
 
@@ -319,7 +319,11 @@ class ExecutionContext:
         raise unknown(answer)
 
     def _run(self, step_id: str, effect: Effect) -> Replayed:
-        deadline = _Deadline(self, step_id, effect) if effect.timeout is not None else None
+        deadline = None
+        if effect.timeout is not None:
+            record = functools.partial(self.record_failure, step_id, effect.name)
+            overdue = functools.partial(self._note_running, 0)
+            deadline = Deadline(effect.timeout, effect.name, record, overdue)
         try:
             with self.running():
                 result, error = self._outcome(step_id, effect, deadline)
@@ -333,7 +337,7 @@ class ExecutionContext:
         return self.record(step_id, effect.name, result)
 
     def _outcome(
-        self, step_id: str, effect: Effect, deadline: _Deadline | None
+        self, step_id: str, effect: Effect, deadline: Deadline | None
     ) -> tuple[bytes, dict[str, Any] | None]:
         """Run the body, again if it may be; return the JSON result, or what went wrong."""
         pause = _FIRST_RETRY_PAUSE
@@ -341,11 +345,11 @@ class ExecutionContext:
             try:
                 value = effect.body()
             except Exception as exc:
-                error = describe(exc)
+                error = described(exc)
                 again = f"; {left} more tries" if left else ""
                 log.warning("%s failed (step %s)%s", effect.name, step_id, again, exc_info=exc)
             else:
-                return _result(value, effect.name)
+                return encoded(value, effect.name)
             if left:
                 self.cancelled.wait(pause * random.uniform(0.75, 1.25))
                 self._guard_report()
@@ -449,87 +453,6 @@ class ExecutionContext:
             stuck = 0 < self._running == self._overdue
             # Without attempts the kernel's next delivery looks like a repeat of this one.
             self._lease.paused = stuck and self._lease.attempt is not None
-
-
-class _Deadline:
-    """Records a step as failed when its time is up, while the body runs on.
-
-    Attributes:
-        passed: whether the time was up before the body ended.
-    """
-
-    def __init__(self, context: ExecutionContext, step_id: str, effect: Effect) -> None:
-        assert effect.timeout is not None
-        self._context = context
-        self._step_id = step_id
-        self._effect = effect
-        self._lock = threading.Lock()
-        self._over = False
-        self.passed = False
-        self._recorded = threading.Event()
-        self._outcome: Replayed | BaseException | None = None
-        self._timer = threading.Timer(effect.timeout, self._expire)
-        self._timer.daemon = True
-        self._timer.name = f"rebuno-timeout-{effect.name}"
-        self._timer.start()
-
-    def stop(self) -> bool:
-        """End the watch as the body has ended; tell whether the time was up before."""
-        with self._lock:
-            self._over = True
-        self._timer.cancel()
-        if self.passed:
-            self._context._note_running(0, overdue=-1)
-        return self.passed
-
-    def outcome(self) -> Replayed:
-        """Return what was recorded when the time was up; raises what recording it raised."""
-        self._recorded.wait()
-        if isinstance(self._outcome, Replayed):
-            return self._outcome
-        assert self._outcome is not None
-        raise self._outcome
-
-    def _expire(self) -> None:
-        with self._lock:
-            if self._over:
-                return
-            self.passed = True
-        self._context._note_running(0, overdue=+1)
-        effect = self._effect
-        message = (
-            f"{effect.name} was still running after its time-out of {effect.timeout:g} s; it was "
-            "not stopped, so it may yet take effect"
-        )
-        error = {"message": message, "type": "TimeoutError", "reason": "timeout"}
-        try:
-            self._outcome = self._context.record_failure(self._step_id, effect.name, error)
-        except BaseException as exc:
-            self._outcome = exc
-        finally:
-            self._recorded.set()
-        log.warning("%s (step %s)", message, self._step_id)
-
-
-def describe(exc: Exception) -> dict[str, Any]:
-    """Return the JSON that is recorded for an exception: its class name and its text."""
-    message = safe_text(exc.message if isinstance(exc, ToolError) else exc)
-    return {"message": message, "type": type(exc).__name__}
-
-
-def _result(value: Any, name: str) -> tuple[bytes, dict[str, Any] | None]:
-    """Encode a body's value; what cannot be recorded is a failure, since the body has run."""
-    try:
-        result = wire.encode(value, "result")
-        if len(result) > wire.MAX_BODY_BYTES - 1024:
-            raise ValueError(
-                f"the result of {name} has {len(result)} bytes of JSON, and the kernel takes "
-                f"{wire.MAX_BODY_BYTES}; store it elsewhere and return a reference to it"
-            )
-    except Exception as exc:
-        log.warning("the result of %s cannot be recorded: %s", name, exc)
-        return b"", describe(exc)
-    return result, None
 
 
 def _given_up(cause: RebunoError) -> LeaseSuperseded:
