@@ -8,6 +8,9 @@
         secret: orchard-secret
         lease_timeout_seconds: 60      # optional
         policy_file: researcher.yaml   # optional; or policy, the bundle itself
+
+It says what is: an agent without a policy in it has none after a start, whatever was set before.
+Agents that it does not name are left alone.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import dataclasses
 import sqlite3
 from urllib.parse import urlsplit
 
-from rebuno_sync.errors import APIError
 from rebuno_sync.kernel import refusals
 from rebuno_sync.kernel.policy import Bundle, BundleError
 from rebuno_sync.kernel.store import Transaction
@@ -97,26 +96,16 @@ def set_policy(tx: Transaction, agent_id: str, bundle: str) -> None:
         ValidationError: the bundle is malformed.
     """
     known(tx, agent_id)
-    check_bundle(bundle)
+    try:
+        Bundle.parse(bundle)
+    except BundleError as exc:
+        raise refusals.invalid(f"invalid policy bundle: {exc}") from exc
     tx.run("UPDATE agents SET policy = ? WHERE id = ?", bundle, agent_id)
 
 
 def clear_policy(tx: Transaction, agent_id: str) -> None:
     """Let an agent do everything again."""
     tx.run("UPDATE agents SET policy = NULL WHERE id = ?", agent_id)
-
-
-def check_bundle(bundle: str) -> None:
-    """Raise a ``ValidationError`` when ``bundle`` is malformed."""
-    try:
-        Bundle.parse(bundle)
-    except BundleError as exc:
-        raise bad_bundle(exc) from exc
-
-
-def bad_bundle(exc: BundleError) -> APIError:
-    """Return the refusal of a malformed bundle."""
-    return refusals.invalid(f"invalid policy bundle: {exc}")
 
 
 def describe(

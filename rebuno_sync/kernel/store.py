@@ -69,6 +69,8 @@ class Store:
     Args:
         path: the SQLite file, made when it is not there; ``None`` for memory.
         clock: tells each transaction the time.
+
+    Attributes:
         on_queue: called after a commit that left something due sooner than before.
 
     Raises:
@@ -76,15 +78,10 @@ class Store:
         SchemaError: the file was written by a newer kernel.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str] | None,
-        clock: Clock,
-        on_queue: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None, clock: Clock) -> None:
+        self.on_queue: Callable[[], None] = lambda: None
         self._path = None if path is None else Path(path)
         self._clock = clock
-        self.on_queue = on_queue
         self._write_lock = threading.Lock()
         self._readers: list[sqlite3.Connection] = []
         self._readers_lock = threading.Lock()
