@@ -20,7 +20,6 @@ from rebuno_sync.kernel.dispatch import Dispatcher, Post
 from rebuno_sync.kernel.hosts import Hosts
 from rebuno_sync.kernel.live import Hub
 from rebuno_sync.kernel.page import Page
-from rebuno_sync.kernel.page_guard import Guard
 from rebuno_sync.kernel.server import Server
 from rebuno_sync.kernel.store import Store
 
@@ -121,9 +120,7 @@ class EmbeddedKernel:
                 self._accept_generation_1,
             )
             app = Api(store, hub, auth).app()
-            app.register_blueprint(
-                Page(store, hub, Guard(self._hosts, self._bearer_token)).blueprint()
-            )
+            app.register_blueprint(Page(store, hub, self._hosts, self._bearer_token).blueprint())
             server = Server(app, self._host, self._port) if self._serve else None
         except BaseException:
             store.close()

@@ -24,6 +24,7 @@ from rebuno_sync.kernel import (
     refusals,
     registry,
 )
+from rebuno_sync.kernel.hosts import Hosts
 from rebuno_sync.kernel.ids import parse_id
 from rebuno_sync.kernel.live import Hub
 from rebuno_sync.kernel.page_guard import Guard
@@ -45,13 +46,15 @@ class Page:
     Args:
         store: the kernel's database.
         hub: where live output is handed on.
-        guard: lets requests pass, or refuses them.
+        hosts: the names under which the kernel answers.
+        bearer_token: what has to be shown to see the page; ``None`` when nothing has.
     """
 
-    def __init__(self, store: Store, hub: Hub, guard: Guard) -> None:
+    def __init__(self, store: Store, hub: Hub, hosts: Hosts, bearer_token: str | None) -> None:
         self._store = store
         self._hub = hub
-        self._guard = guard
+        self._hosts = hosts
+        self._guard = Guard(bearer_token)
         self._templates = _templates()
 
     def blueprint(self) -> Blueprint:
@@ -91,7 +94,7 @@ class Page:
 
     def _let_in(self) -> Any:
         """Stop a request that may not pass."""
-        self._guard.check(request)
+        self._hosts.check(request)
         if request.endpoint == "page.static":
             return None
         if request.method == "POST":
@@ -133,7 +136,8 @@ class Page:
     def events(self, execution_id: str) -> Response:
         after = max(0, request.args.get("after", 0, type=int))
         with self._store.read() as tx:
-            row, events, following = page_data.events_page(tx, _id(execution_id), after)
+            row, rows, following = page_data.events_page(tx, _id(execution_id), after)
+        events = [(event, page_data.shown_event(event)) for event in rows]
         return self._render("events.html", row=row, events=events, after=after, next=following)
 
     def download_events(self, execution_id: str) -> Response:

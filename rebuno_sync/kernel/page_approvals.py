@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sqlite3
 from collections.abc import Sequence
 from typing import Final
@@ -22,9 +23,13 @@ class ApprovalCard:
 
     row: sqlite3.Row
     approvers: Sequence[str]
-    args: Shown
     rule_id: str | None
     now: float
+
+    @functools.cached_property
+    def args(self) -> Shown:
+        """The arguments of the step."""
+        return page_values.shown(self.row["args"], self.row["args_size"])
 
     @property
     def is_pending(self) -> bool:
@@ -77,7 +82,6 @@ def approval_card(tx: Transaction, approval_id: str) -> ApprovalCard:
     return ApprovalCard(
         row=row,
         approvers=orjson.loads(row["approvers"]),
-        args=page_values.shown(row["args"], row["args_size"]),
         rule_id=next((t["rule_id"] for t in told if t["step_id"] == row["step_id"]), None),
         now=tx.now,
     )

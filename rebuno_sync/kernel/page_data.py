@@ -114,7 +114,7 @@ def list_version(tx: Transaction) -> tuple[Any, ...]:
 
 def events_page(
     tx: Transaction, execution_id: str, after: int
-) -> tuple[sqlite3.Row, list[tuple[sqlite3.Row, Shown]], int | None]:
+) -> tuple[sqlite3.Row, list[sqlite3.Row], int | None]:
     """Return an execution, its events after one, and after which the next page begins.
 
     Raises:
@@ -132,10 +132,12 @@ def events_page(
         EVENTS_A_PAGE,
     )
     more = bool(rows) and rows[-1]["event_seq"] < row["last_event"]
-    shown = [
-        (event, page_values.shown(event["payload"], event["size"], _NOT_HINTED)) for event in rows
-    ]
-    return row, shown, rows[-1]["event_seq"] if more else None
+    return row, rows, rows[-1]["event_seq"] if more else None
+
+
+def shown_event(row: sqlite3.Row) -> Shown:
+    """Return how the payload of an event is shown."""
+    return page_values.shown(row["payload"], row["size"], _NOT_HINTED)
 
 
 def event_lines(store: Store, execution_id: str) -> Iterator[bytes]:

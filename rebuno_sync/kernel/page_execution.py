@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import sqlite3
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from rebuno_sync.wire import TERMINAL_EXECUTION
 #: How many entries of the timeline one page has.
 ENTRIES_A_PAGE: Final = 200
 _FOLDED_FROM: Final = 4
+_VALUES: Final = ("args", "result", "error")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +53,16 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class ExecutionPage:
-    """One execution.
+    """One execution. Its values are laid out when they are asked for, outside of the transaction.
 
     Attributes:
-        row: its own row, without input and output.
-        input: what it was asked.
-        output: what came of it, ``None`` when nothing did.
+        row: its own row, with the beginnings of input and output.
         parts: the attempts on this page of the timeline.
         attempts: how many there are.
+        steps: how many there are.
+        page: which page of the timeline this is, from 1.
         pages: how many pages the timeline has.
-        values: of each step on the page, by its id: ``args``, ``result`` and ``error``.
+        told: the rows of the steps that are told in full on this page.
         homes: the page of the timeline that tells a step in full, by step id.
         pending: the approvals that wait.
         queued: the dispatch that waits in the queue, if any.
@@ -69,19 +71,42 @@ class ExecutionPage:
     """
 
     row: sqlite3.Row
-    input: Shown
-    output: Shown | None
     parts: Sequence[Part]
     attempts: int
     steps: int
     page: int
     pages: int
-    values: dict[str, dict[str, Shown]]
+    told: Sequence[sqlite3.Row]
     homes: dict[str, int]
     pending: Sequence[ApprovalCard]
     queued: sqlite3.Row | None
     ended: float | None
     now: float
+
+    @property
+    def input(self) -> Shown:
+        """What the execution was asked."""
+        return page_values.shown(self.row["input"], self.row["input_size"])
+
+    @property
+    def output(self) -> Shown | None:
+        """What came of it, ``None`` when nothing did."""
+        row = self.row
+        return (
+            None if row["output"] is None else page_values.shown(row["output"], row["output_size"])
+        )
+
+    @functools.cached_property
+    def values(self) -> dict[str, dict[str, Shown]]:
+        """Arguments, result and error, by their names, of each step that is told, by its id."""
+        return {
+            row["step_id"]: {
+                name: page_values.shown(row[name], row[f"{name}_size"])
+                for name in _VALUES
+                if row[name] is not None
+            }
+            for row in self.told
+        }
 
 
 def execution_page(tx: Transaction, execution_id: str, page: int | None) -> ExecutionPage:
@@ -107,16 +132,12 @@ def execution_page(tx: Transaction, execution_id: str, page: int | None) -> Exec
     ]
     return ExecutionPage(
         row=row,
-        input=page_values.shown(row["input"], row["input_size"]),
-        output=None
-        if row["output"] is None
-        else page_values.shown(row["output"], row["output_size"]),
         parts=_parts(attempts, [e for _, e in on_page], number == pages),
         attempts=len(attempts),
         steps=len(record.steps),
         page=number,
         pages=pages,
-        values=_values(tx, [e.step_id for _, e in on_page if e.step]),
+        told=_told(tx, [e.step_id for _, e in on_page if e.step]),
         homes=homes,
         pending=[approval_card(tx, id) for id in pending],
         queued=page_timeline.next_delivery(record),
@@ -174,20 +195,13 @@ def _parts(
     return parts
 
 
-def _values(tx: Transaction, step_ids: Sequence[str]) -> dict[str, dict[str, Shown]]:
-    names = ("args", "result", "error")
+def _told(tx: Transaction, step_ids: Sequence[str]) -> list[sqlite3.Row]:
     columns = ", ".join(
-        f"substr({n}, 1, {READ}) AS {n}, length(CAST({n} AS BLOB)) AS {n}_size" for n in names
+        f"substr({n}, 1, {READ}) AS {n}, length(CAST({n} AS BLOB)) AS {n}_size" for n in _VALUES
     )
-    rows = tx.all(
+    return tx.all(
         f"SELECT step_id, {columns} FROM steps WHERE step_id IN ({marks(step_ids)})", *step_ids
     )
-    return {
-        row["step_id"]: {
-            n: page_values.shown(row[n], row[f"{n}_size"]) for n in names if row[n] is not None
-        }
-        for row in rows
-    }
 
 
 def execution_version(tx: Transaction, execution_id: str) -> tuple[Any, ...]:

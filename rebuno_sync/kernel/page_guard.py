@@ -1,4 +1,4 @@
-"""Who may see the page and act on it: hosts, origins, sessions, form tokens, answer headers.
+"""Who may see the page and act on it: sessions, form tokens, answer headers.
 
 Every browser gets a cookie with a random id, and every form a token that is worth something only
 together with that id. Where the kernel has a bearer token, a browser that showed it is let in
@@ -19,7 +19,7 @@ from flask import Request
 from werkzeug.wrappers import Response
 
 from rebuno_sync.kernel import refusals
-from rebuno_sync.kernel.hosts import Hosts, check_origin, is_own_origin
+from rebuno_sync.kernel.hosts import is_own_origin
 
 #: How long a login lasts.
 SESSION_SECONDS: Final = 12 * 3600.0
@@ -46,15 +46,13 @@ HEADERS: Final = {
 
 
 class Guard:
-    """Lets requests for the page pass, or refuses them.
+    """Lets browsers in, and knows the forms that were given to them.
 
     Args:
-        hosts: the names under which the kernel answers.
         bearer_token: what has to be shown to log in; ``None`` lets everybody in.
     """
 
-    def __init__(self, hosts: Hosts, bearer_token: str | None) -> None:
-        self._hosts = hosts
+    def __init__(self, bearer_token: str | None) -> None:
         self._token = bearer_token
         self._key = secrets.token_bytes(32)
         self._lock = threading.Lock()
@@ -64,15 +62,6 @@ class Guard:
     def asks_for_token(self) -> bool:
         """Whether one has to log in."""
         return self._token is not None
-
-    def check(self, request: Request) -> None:
-        """Refuse what a page of another origin, or under another name, made a browser send.
-
-        Raises:
-            ForbiddenError: the request is refused.
-        """
-        self._hosts.check(request)
-        check_origin(request)
 
     def check_form(self, request: Request) -> None:
         """Refuse a form that this page did not give to this browser.

@@ -271,6 +271,10 @@ def test_an_approver_sees_what_would_hide(scene: Scene) -> None:
     assert "\u202e" not in html
     assert "/tmp/\\u202etxt.exe" in html
     assert "a\\u200bnn" in html
+    scene.submit(scene.start(), "look\u202egnp.exe")
+    html = scene.page("/")
+    assert "\u202e" not in html
+    assert "look\\u202egnp.exe" in html
 
 
 def test_large_values_are_cut_and_can_be_downloaded(scene: Scene) -> None:

@@ -299,7 +299,7 @@ def test_a_token_is_good_for_its_own_browser_alone(
 
 
 def test_a_form_that_outlived_the_kernel_says_so() -> None:
-    guard, later = Guard(Hosts("127.0.0.1"), None), Guard(Hosts("127.0.0.1"), None)
+    guard, later = Guard(None), Guard(None)
     id, is_new = guard.browser_id(request(Host="localhost:1"))
     assert is_new
 
@@ -475,7 +475,7 @@ def test_the_login_remembers_where_one_wanted_to_go(closed: Visitor) -> None:
 def test_a_session_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("rebuno_sync.kernel.page_guard.time.monotonic", lambda: now)
-    guard = Guard(Hosts("127.0.0.1"), TOKEN)
+    guard = Guard(TOKEN)
     id = guard.log_in(TOKEN)
     asked = request(Host="localhost:1", Cookie=f"rebuno_1={id}")
     assert guard.is_in(asked)
@@ -487,7 +487,7 @@ def test_a_session_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sessions_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rebuno_sync.kernel.page_guard._MOST_SESSIONS", 3)
-    guard = Guard(Hosts("127.0.0.1"), TOKEN)
+    guard = Guard(TOKEN)
     ids = [guard.log_in(TOKEN) for _ in range(5)]
     let_in = [guard.is_in(request(Host="localhost:1", Cookie=f"rebuno_1={id}")) for id in ids]
     assert let_in == [False, False, True, True, True]
