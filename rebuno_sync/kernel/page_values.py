@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import orjson
 
+from rebuno_sync.kernel import jsontext
 from rebuno_sync.live_text import LiveText
 
 #: Longer JSON is not laid out in lines, in characters.
@@ -129,7 +130,7 @@ def _laid_out(raw: str, value: Any) -> tuple[str, str]:
 
 def _decoded(raw: str) -> Any:
     """Return the value of short JSON that can be shown without hiding anything."""
-    if len(raw) > LAID_OUT:
+    if len(raw) > LAID_OUT or jsontext.nested_deeper(raw, jsontext.FRAGMENT_DEPTH):
         return _UNREADABLE
     try:
         return _decode(raw)
