@@ -12,8 +12,8 @@ from rebuno_sync.cli.times import duration_text
 from rebuno_sync.cli.values import id_argument, read_text
 
 if TYPE_CHECKING:
-    from rebuno_sync.cli.policy_cases import Case, Outcome
     from rebuno_sync.kernel.policy import Bundle, Verdict
+    from rebuno_sync.kernel.policy_cases import Case, Outcome
 
 
 @click.group()
@@ -57,14 +57,14 @@ def test(
     if cases_file is None and execution_id is None:
         _list_rules(session, bundle)
         return
-    from rebuno_sync.cli.policy_cases import judge, unreached
+    from rebuno_sync.kernel.policy_cases import judge, unreached
 
     outcomes = judge(bundle, cases)
     rules = unreached(bundle, outcomes)
     wrong = sum(1 for outcome in outcomes if outcome.mismatch)
     if session.json:
         for outcome in outcomes:
-            session.output.record({"case": _record(outcome)})
+            session.output.record({"case": outcome.record()})
         summary = {"cases": len(outcomes), "mismatches": wrong, "unreached_rules": rules}
         session.output.record({"summary": summary})
     else:
@@ -84,7 +84,8 @@ def _parse(text: str) -> Bundle:
 def _cases_of_file(file: str | None, agent_id: str | None) -> list[Case]:
     import dataclasses
 
-    from rebuno_sync.cli.policy_cases import CasesError, parse_cases
+    from rebuno_sync.cli.policy_cases import parse_cases
+    from rebuno_sync.kernel.policy_cases import CasesError
 
     if file is None:
         return []
@@ -101,21 +102,6 @@ def _cases_of_execution(session: Session, execution_id: str, agent_id: str | Non
     agent = agent_id or session.client.get(execution_id).agent_id
     steps, events = session.client.steps(execution_id), session.client.events(execution_id)
     return recorded_cases(agent, steps, events)
-
-
-def _record(outcome: Outcome) -> dict[str, object]:
-    case, verdict = outcome.case, outcome.verdict
-    return {
-        "name": case.name,
-        "agent_id": case.agent_id,
-        "kind": case.kind,
-        "target": case.target,
-        "expected": case.decision,
-        "decision": verdict.action,
-        "rule": verdict.rule_id,
-        "reason": verdict.reason,
-        "mismatch": outcome.mismatch or None,
-    }
 
 
 def _show(session: Session, outcomes: Sequence[Outcome], rules: Sequence[str], wrong: int) -> None:
@@ -164,6 +150,9 @@ def _conditions(verdict: Verdict) -> str:
     if (limit := verdict.rate_limit) is not None:
         every = duration_text(limit.window)
         said.append(f"at most {limit.max_calls} in {every} per {limit.scope}")
+    for budget in verdict.token_budgets:
+        within = "" if budget.window is None else f" in {duration_text(budget.window)}"
+        said.append(f"at most {budget.max_tokens} tokens{within} per {budget.scope}")
     return "; ".join(said)
 
 

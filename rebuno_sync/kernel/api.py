@@ -15,7 +15,9 @@ from rebuno_sync.errors import APIError
 from rebuno_sync.kernel import (
     approvals,
     identity,
+    keys,
     metrics,
+    policy_cases,
     queries,
     refusals,
     registry,
@@ -39,12 +41,17 @@ _EXECUTION = "/v0/executions/<execution_id>"
 
 
 class Api:
-    """The routes, each a method, over one kernel's parts."""
+    """The routes, each a method, over one kernel's parts.
 
-    def __init__(self, store: Store, hub: Hub, auth: Authenticator) -> None:
+    Args:
+        deadline: how long an execution may take, in seconds; ``None`` for as long as it needs.
+    """
+
+    def __init__(self, store: Store, hub: Hub, auth: Authenticator, deadline: float | None) -> None:
         self._store = store
         self._hub = hub
         self._auth = auth
+        self._deadline = deadline
 
     def app(self) -> Flask:
         """Return the WSGI application."""
@@ -78,10 +85,14 @@ class Api:
             ("DELETE", "/v0/agents/<agent_id>", self.delete_agent),
             ("PUT", "/v0/agents/<agent_id>/metadata", self.describe_agent),
             ("POST", "/v0/policies/<agent_id>", self.set_policy),
+            ("POST", "/v0/policies/<agent_id>/test", self.test_policy),
             ("GET", "/v0/approvals", self.list_approvals),
             ("GET", "/v0/approvals/<approval_id>", self.get_approval),
             ("POST", "/v0/approvals/<approval_id>/grant", self.grant_approval),
             ("POST", "/v0/approvals/<approval_id>/deny", self.deny_approval),
+            ("POST", "/v0/api-keys", self.create_key),
+            ("GET", "/v0/api-keys", self.list_keys),
+            ("DELETE", "/v0/api-keys/<key_id>", self.delete_key),
         ]
         for method, rule, view in routes:
             app.add_url_rule(rule, view.__name__, view, methods=[method])
@@ -111,7 +122,7 @@ class Api:
     # Executions, for clients
 
     def create_execution(self) -> Response:
-        self._auth.client(request)
+        self._auth.client(request, "executions:write")
         body = Body(
             request.get_data(),
             "agent_id",
@@ -131,13 +142,14 @@ class Api:
             idempotency_key=body.text("idempotency_key"),
             spawned_by=_spawned_by(body),
             on_behalf_of=body.text("on_behalf_of"),
+            deadline=self._deadline,
         )
         with self._store.write() as tx:
             row = transitions.create(tx, new)
         return _json(views.execution(row), 201)
 
     def list_executions(self) -> Response:
-        self._auth.client(request)
+        self._auth.client(request, "executions:read")
         filters = {c: v for c in ("agent_id", "session", "status") if (v := request.args.get(c))}
         cursor = request.args.get("cursor") or None
         with self._store.read() as tx:
@@ -153,7 +165,7 @@ class Api:
         return _json(page)
 
     def list_events(self, execution_id: str) -> Response:
-        self._auth.client(request)
+        self._auth.client(request, "executions:read")
         after = request.args.get("after_seq", 0, type=int)  # unreadable counts as 0
         with self._store.read() as tx:
             row = queries.execution(tx, _execution_id(execution_id))
@@ -161,7 +173,7 @@ class Api:
         return _json([views.event(row) for row in rows])
 
     def watch_stream(self, execution_id: str) -> Response:
-        self._auth.client(request)
+        self._auth.client(request, "executions:read")
         with self._store.read() as tx:
             row = queries.execution(tx, _execution_id(execution_id))
         return Response(
@@ -171,7 +183,7 @@ class Api:
         )
 
     def cancel_execution(self, execution_id: str) -> Response:
-        self._auth.client(request)
+        self._auth.client(request, "executions:write")
         with self._store.write() as tx:
             transitions.cancel(tx, _execution_id(execution_id))
         return _nothing()
@@ -275,7 +287,7 @@ class Api:
     # Agents and policies
 
     def register_agent(self) -> Response:
-        self._auth.client(request)
+        self._auth.client(request, "agents:write")
         body = Body(request.get_data(), "id", "webhook_url", "secret", "lease_timeout_seconds")
         try:
             agent = registry.NewAgent(
@@ -291,19 +303,19 @@ class Api:
         return _json(views.agent(row), 201)
 
     def list_agents(self) -> Response:
-        self._auth.client(request)
+        self._auth.client(request, "agents:read")
         with self._store.read() as tx:
             rows = queries.agents(tx)
         return _json([views.agent(row) for row in rows])
 
     def get_agent(self, agent_id: str) -> Response:
-        self._auth.client(request)
+        self._auth.client(request, "agents:read")
         with self._store.read() as tx:
             row = registry.known(tx, agent_id)
         return _json(views.agent(row))
 
     def delete_agent(self, agent_id: str) -> Response:
-        self._auth.client(request)
+        self._auth.client(request, "agents:write")
         with self._store.write() as tx:
             registry.delete(tx, agent_id)
         return _nothing()
@@ -319,7 +331,7 @@ class Api:
         return _nothing()
 
     def set_policy(self, agent_id: str) -> Response:
-        self._auth.client(request)
+        self._auth.client(request, "policies:write")
         bundle = Body(request.get_data(), "bundle").text("bundle")
         if bundle is None:
             raise refusals.invalid("bundle is missing")
@@ -327,16 +339,38 @@ class Api:
             registry.set_policy(tx, agent_id, bundle)
         return _nothing()
 
+    def test_policy(self, agent_id: str) -> Response:
+        self._auth.client(request, "policies:write")
+        body = Body(request.get_data(), "cases", "bundle")
+        text = body.text("bundle")
+        try:
+            cases = policy_cases.cases_of(body.value("cases"), agent_id, args="args", expect=False)
+        except policy_cases.CasesError as exc:
+            raise refusals.invalid(str(exc)) from None
+        if text is None:
+            with self._store.read() as tx:
+                bundle = registry.policy_of(tx, agent_id)
+        else:
+            bundle = registry.checked_bundle(text)
+        outcomes = policy_cases.judge(bundle, cases)
+        return _json(
+            {
+                "results": [outcome.record() for outcome in outcomes],
+                "mismatches": sum(1 for outcome in outcomes if outcome.mismatch),
+                "unreached_rules": policy_cases.unreached(bundle, outcomes),
+            }
+        )
+
     # Approvals
 
     def list_approvals(self) -> Response:
-        self._auth.client(request)
+        self._auth.client(request, "approvals:read")
         with self._store.read() as tx:
             rows = queries.approvals(tx)
         return _json([views.approval(row) for row in rows])
 
     def get_approval(self, approval_id: str) -> Response:
-        self._auth.client(request)
+        self._auth.client(request, "approvals:read")
         with self._store.read() as tx:
             row = queries.approval(tx, _uuid(approval_id, "the approval id"))
         return _json(views.approval(row))
@@ -348,13 +382,42 @@ class Api:
         return self._decide(approval_id, granted=False)
 
     def _decide(self, approval_id: str, granted: bool) -> Response:
-        self._auth.client(request)
+        self._auth.client(request, "approvals:write")
         body = Body(request.get_data(), "decided_by", "rationale")
         decided_by, rationale = body.text("decided_by") or "", body.text("rationale") or ""
         with self._store.write() as tx:
             approvals.decide(
                 tx, _uuid(approval_id, "the approval id"), granted, decided_by, rationale
             )
+        return _nothing()
+
+    # API keys
+
+    def create_key(self) -> Response:
+        held = self._auth.client(request, "api_keys:manage")
+        body = Body(request.get_data(), "name", "scopes")
+        name, scopes = body.required_text("name"), body.value("scopes")
+        if not isinstance(scopes, list) or not all(isinstance(s, str) for s in scopes):
+            raise refusals.invalid("scopes must be a list of text")
+        for scope in scopes:
+            if scope in keys.SCOPES and scope not in held:
+                raise refusals.forbidden(
+                    f"the API key lacks the scope {scope}, and so cannot give it to another"
+                )
+        with self._store.write() as tx:
+            row, token = keys.create(tx, name, scopes)
+        return _json({**views.api_key(row), "token": token}, 201)
+
+    def list_keys(self) -> Response:
+        self._auth.client(request, "api_keys:manage")
+        with self._store.read() as tx:
+            rows = keys.listed(tx)
+        return _json([views.api_key(row) for row in rows])
+
+    def delete_key(self, key_id: str) -> Response:
+        self._auth.client(request, "api_keys:manage")
+        with self._store.write() as tx:
+            keys.delete(tx, _uuid(key_id, "the key id"))
         return _nothing()
 
 

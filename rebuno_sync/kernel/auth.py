@@ -9,9 +9,10 @@ import time
 from flask import Request
 
 from rebuno_sync import signing, wire
-from rebuno_sync.kernel import refusals
+from rebuno_sync.kernel import keys, refusals
 from rebuno_sync.kernel.hosts import Hosts
 from rebuno_sync.kernel.ids import parse_id
+from rebuno_sync.kernel.keys import KeyRing
 from rebuno_sync.kernel.leases import Lease
 from rebuno_sync.kernel.store import Store
 
@@ -22,8 +23,8 @@ class Authenticator:
     """Tells who sends a request.
 
     Args:
-        store: where the agents' secrets are.
-        bearer_token: what clients must show; ``None`` when they need not.
+        store: where the agents' secrets and the API keys are.
+        bearer_token: what clients must show, unless they show a key; ``None`` when they need not.
         hosts: the names under which clients that need no token must ask.
         accept_body_signatures: whether a signature over the body alone will do.
         accept_generation_1: whether agents that know no attempts, and name their dispatch only
@@ -39,26 +40,42 @@ class Authenticator:
         accept_generation_1: bool,
     ) -> None:
         self._store = store
+        self._keys = KeyRing(store)
         self._token = bearer_token
         self._hosts = hosts
         self._accept_body_signatures = accept_body_signatures
         self._accept_generation_1 = accept_generation_1
 
-    def client(self, request: Request) -> None:
-        """Let a client pass.
+    def client(self, request: Request, scope: str) -> frozenset[str]:
+        """Let a client pass that has a scope; return all that it has.
+
+        The kernel's own token has every scope. So has a client that shows no key, where the
+        kernel asks for no token.
 
         Raises:
             UnauthorizedError: the token is missing or wrong.
-            ForbiddenError: there is no token, and the kernel was asked for under another name.
+            ForbiddenError: the key lacks the scope; or there is no token, and the kernel was
+                asked for under another name.
         """
-        if self._token is None:
-            self._hosts.check(request)
-            return
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        token = token.strip() if scheme.lower() == "bearer" else ""
         # A header comes as Latin-1, whatever bytes were sent.
-        expected, given = self._token.encode(), token.strip().encode("latin-1", "replace")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(expected, given):
-            raise refusals.unauthorized("send the kernel's token: Authorization: Bearer <token>")
+        given = token.encode("latin-1", "replace")
+        if self._token is not None and hmac.compare_digest(self._token.encode(), given):
+            return keys.EVERYTHING
+        if token.startswith(keys.PREFIX):
+            found = self._keys.find(token)
+            if found is None:
+                raise refusals.unauthorized("the API key is unknown, or was deleted")
+            if scope not in found[1]:
+                raise refusals.forbidden(f"the API key lacks the scope {scope}")
+            return found[1]
+        if self._token is not None:
+            raise refusals.unauthorized(
+                "send the kernel's token, or an API key: Authorization: Bearer <token>"
+            )
+        self._hosts.check(request)
+        return keys.EVERYTHING
 
     def agent(self, request: Request) -> str:
         """Return the id of the agent that signed a request.
@@ -116,7 +133,7 @@ class Authenticator:
         """
         if wire.SIGNATURE_HEADER in request.headers or wire.AGENT_ID_HEADER in request.headers:
             return self.agent(request)
-        self.client(request)
+        self.client(request, "executions:read")
         return None
 
     def lease(self, request: Request, submission: bool = False) -> Lease:

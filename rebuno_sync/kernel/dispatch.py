@@ -17,7 +17,7 @@ import orjson
 import requests
 
 from rebuno_sync import signing, wire
-from rebuno_sync.kernel import approvals, deliveries
+from rebuno_sync.kernel import approvals, deadlines, deliveries
 from rebuno_sync.kernel.clock import Clock
 from rebuno_sync.kernel.deliveries import Claim
 from rebuno_sync.kernel.store import Store
@@ -90,10 +90,11 @@ class Dispatcher:
             self._condition.notify_all()
 
     def settle(self) -> None:
-        """Do everything that is due by now: leases, approvals, and the start of deliveries."""
+        """Do all that is due by now: deadlines, leases, approvals, and the start of deliveries."""
         with self._scheduling:
             if self._due_in() <= 0:
                 with self._store.write() as tx:
+                    deadlines.expire(tx)
                     deliveries.reclaim(tx)
                     approvals.expire(tx)
                 while self._deliver_next():
@@ -123,7 +124,8 @@ class Dispatcher:
         """Return the seconds until something is due that can be done now."""
         busy = self._busy_agents()
         with self._store.read() as tx:
-            due = deliveries.next_due(tx, busy)
+            times = (deliveries.next_due(tx, busy), deadlines.next_due(tx))
+            due = min((t for t in times if t is not None), default=None)
             return _LONGEST_SLEEP if due is None else due - tx.now
 
     def _busy_agents(self) -> list[str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import threading
@@ -20,6 +21,7 @@ from rebuno_sync.kernel.dispatch import Dispatcher, Post
 from rebuno_sync.kernel.hosts import Hosts
 from rebuno_sync.kernel.live import Hub
 from rebuno_sync.kernel.page import Page
+from rebuno_sync.kernel.retention import Retention
 from rebuno_sync.kernel.server import Server
 from rebuno_sync.kernel.store import Store
 
@@ -48,11 +50,15 @@ class EmbeddedKernel:
             the page, and clients for the API where there is no ``bearer_token``.
         post: how a claimed dispatch reaches its agent; by HTTP by default.
         serve: whether to listen from the start; :meth:`serve` does so later.
+        deadline: how long an execution may take from its creation, in seconds; one that has not
+            ended by then fails with ``deadline_exceeded``. ``None`` for as long as it needs.
+        retain: how long an execution is kept after its end, in seconds; then it is deleted with
+            everything of it. ``None`` for ever.
 
     Raises:
         ManifestError: the manifest cannot be used.
-        ValueError: ``lease_timeout`` is not above 0, or ``bearer_token`` is empty,
-            or one of ``allowed_hosts`` is no host name.
+        ValueError: ``lease_timeout``, ``deadline`` or ``retain`` is not above 0, or
+            ``bearer_token`` is empty, or one of ``allowed_hosts`` is no host name.
     """
 
     def __init__(
@@ -70,11 +76,16 @@ class EmbeddedKernel:
         allowed_hosts: Collection[str] = (),
         post: Post | None = None,
         serve: bool = True,
+        deadline: float | None = None,
+        retain: float | None = None,
     ) -> None:
-        if not 0 < lease_timeout < math.inf:
-            raise ValueError(
-                f"lease_timeout must be a number of seconds above 0, got {lease_timeout!r}"
-            )
+        for name, seconds in (
+            ("lease_timeout", lease_timeout),
+            ("deadline", deadline),
+            ("retain", retain),
+        ):
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise ValueError(f"{name} must be a number of seconds above 0, got {seconds!r}")
         if bearer_token == "":
             raise ValueError("bearer_token is empty; leave it out to let every client in")
         self._path = path
@@ -89,6 +100,8 @@ class EmbeddedKernel:
         self._clock = clock or Clock()
         self._post = post
         self._serve = serve
+        self._deadline = deadline
+        self._retain = retain
         self._lock = threading.Lock()
         self._parts: _Parts | None = None
 
@@ -119,7 +132,7 @@ class EmbeddedKernel:
                 self._accept_body_signatures,
                 self._accept_generation_1,
             )
-            app = Api(store, hub, auth).app()
+            app = Api(store, hub, auth, self._deadline).app()
             app.register_blueprint(Page(store, hub, self._hosts, self._bearer_token).blueprint())
             server = Server(app, self._host, self._port) if self._serve else None
         except BaseException:
@@ -130,7 +143,11 @@ class EmbeddedKernel:
         if server is not None:
             server.start()
         dispatcher.start()
-        return _Parts(store, hub, app, server, dispatcher)
+        retention = None
+        if self._retain is not None:
+            retention = Retention(store, self._clock, self._retain)
+            retention.start()
+        return _Parts(store, hub, app, server, dispatcher, retention)
 
     def stop(self) -> None:
         """Stop within moments and close every connection; safe to repeat.
@@ -144,6 +161,8 @@ class EmbeddedKernel:
         # Deliveries first: their agents may call back to end them. Then the streams, which would
         # else count as requests that do not end.
         parts.dispatcher.stop(_WEBHOOKS_SECONDS)
+        if parts.retention is not None:
+            parts.retention.stop()
         parts.hub.close()
         if parts.server is not None:
             parts.server.stop(_REQUESTS_SECONDS)
@@ -223,14 +242,13 @@ class EmbeddedKernel:
         return f"<EmbeddedKernel {self._path or 'in memory'} {state}>"
 
 
+@dataclasses.dataclass
 class _Parts:
     """What runs while the kernel runs."""
 
-    def __init__(
-        self, store: Store, hub: Hub, app: Flask, server: Server | None, dispatcher: Dispatcher
-    ) -> None:
-        self.store = store
-        self.hub = hub
-        self.app = app
-        self.server = server
-        self.dispatcher = dispatcher
+    store: Store
+    hub: Hub
+    app: Flask
+    server: Server | None
+    dispatcher: Dispatcher
+    retention: Retention | None

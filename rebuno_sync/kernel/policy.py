@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final, Literal, TypeAlias, cast
 
+from rebuno_sync.kernel.policy_budget import Scope, TokenBudget, token_budgets
 from rebuno_sync.kernel.policy_match import (
     Matcher,
     argument_text,
@@ -21,7 +22,6 @@ from rebuno_sync.wire import Kind
 __all__ = ["PERMISSIVE", "Action", "Bundle", "BundleError", "RateLimit", "Rule", "Verdict"]
 
 Action: TypeAlias = Literal["allow", "deny", "require_approval"]
-Scope: TypeAlias = Literal["execution", "agent", "global"]
 
 _NO_RULE_MATCHED: Final = "no explicit allow rule matched"
 
@@ -57,6 +57,7 @@ class Verdict:
         approval_timeout: how long the approval waits, in seconds; ``None`` for as long as needed.
         approval_message: what the approver is shown.
         rate_limit: the limit that the step has to pass first.
+        token_budgets: what must be left for an LLM call to run.
     """
 
     action: Action
@@ -66,6 +67,7 @@ class Verdict:
     approval_timeout: float | None = None
     approval_message: str = ""
     rate_limit: RateLimit | None = None
+    token_budgets: tuple[TokenBudget, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,13 +234,14 @@ def _rule(field: Field) -> Rule:
     arguments: dict[str, Field] = {}
     if "arguments" in when:
         arguments = when["arguments"].mapping()
+    step_kind = None
+    if "step_kind" in when:
+        step_kind = when["step_kind"].choice([k.value for k in Kind])
     return Rule(
-        verdict=_verdict(rule_id, fields["then"]),
+        verdict=_verdict(rule_id, fields["then"], step_kind),
         targets=tuple(targets),
         agent_ids=tuple(agent_ids),
-        step_kind=when["step_kind"].choice([k.value for k in Kind])
-        if "step_kind" in when
-        else None,
+        step_kind=step_kind,
         arguments=tuple((name, _predicate(value)) for name, value in arguments.items()),
         priority=fields["priority"].integer() if "priority" in fields else None,
     )
@@ -276,8 +279,8 @@ def _predicate(field: Field) -> Predicate:
     return Predicate(equals, contains, one_of, regex)
 
 
-def _verdict(rule_id: str, field: Field) -> Verdict:
-    fields = field.mapping(("decision", "reason", "approval_config", "rate_limit"))
+def _verdict(rule_id: str, field: Field, step_kind: str | None) -> Verdict:
+    fields = field.mapping(("decision", "reason", "approval_config", "rate_limit", "token_budget"))
     if "decision" not in fields:
         raise field.error("it has no decision; give it allow, deny or require_approval")
     action = cast(Action, fields["decision"].choice(("allow", "deny", "require_approval")))
@@ -299,6 +302,9 @@ def _verdict(rule_id: str, field: Field) -> Verdict:
         approval_timeout=approval["timeout"].duration() if "timeout" in approval else None,
         approval_message=approval["message"].text() if "message" in approval else "",
         rate_limit=_rate_limit(fields["rate_limit"]) if "rate_limit" in fields else None,
+        token_budgets=token_budgets(fields["token_budget"], action, step_kind)
+        if "token_budget" in fields
+        else (),
     )
 
 

@@ -141,6 +141,10 @@ class Field:
             own[key] = value
         return {**inherited, **own}
 
+    def is_list(self) -> bool:
+        """Tell whether this is a list."""
+        return isinstance(self._node, yaml.SequenceNode)
+
     def items(self, *, empty: str) -> list[Field]:
         """Return the elements of a list; ``empty`` says what to write instead of an empty one."""
         if not isinstance(self._node, yaml.SequenceNode) or self._node.tag != _TAG + "seq":

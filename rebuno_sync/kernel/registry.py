@@ -7,7 +7,7 @@ import sqlite3
 from urllib.parse import urlsplit
 
 from rebuno_sync.kernel import refusals
-from rebuno_sync.kernel.policy import Bundle, BundleError
+from rebuno_sync.kernel.policy import PERMISSIVE, Bundle, BundleError
 from rebuno_sync.kernel.store import Transaction
 
 _LONGEST_ID = 200
@@ -96,11 +96,30 @@ def set_policy(tx: Transaction, agent_id: str, bundle: str) -> None:
         ValidationError: the bundle is malformed.
     """
     known(tx, agent_id)
+    checked_bundle(bundle)
+    tx.run("UPDATE agents SET policy = ? WHERE id = ?", bundle, agent_id)
+
+
+def policy_of(tx: Transaction, agent_id: str) -> Bundle:
+    """Return the policy of an agent.
+
+    Raises:
+        NotFoundError: there is no such agent.
+    """
+    policy = known(tx, agent_id)["policy"]
+    return PERMISSIVE if policy is None else Bundle.parse(policy)
+
+
+def checked_bundle(bundle: str) -> Bundle:
+    """Read a policy bundle.
+
+    Raises:
+        ValidationError: it is malformed.
+    """
     try:
-        Bundle.parse(bundle)
+        return Bundle.parse(bundle)
     except BundleError as exc:
         raise refusals.invalid(f"invalid policy bundle: {exc}") from exc
-    tx.run("UPDATE agents SET policy = ? WHERE id = ?", bundle, agent_id)
 
 
 def clear_policy(tx: Transaction, agent_id: str) -> None:

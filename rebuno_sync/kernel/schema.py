@@ -188,6 +188,62 @@ MIGRATIONS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
             "CREATE INDEX executions_by_status ON executions (status, seq)",
         ),
     ),
+    (
+        "0003_token_usage",
+        (
+            """
+            CREATE TABLE token_usage (
+                step_id TEXT PRIMARY KEY,
+                execution_id TEXT NOT NULL,
+                agent_id TEXT NOT NULL,
+                rule_id TEXT NOT NULL,
+                limited INTEGER NOT NULL,
+                tokens INTEGER NOT NULL,
+                used_at REAL NOT NULL
+            ) WITHOUT ROWID
+            """,
+            "CREATE INDEX token_usage_by_execution ON token_usage (execution_id, rule_id)",
+            """
+            CREATE INDEX token_usage_by_agent
+            ON token_usage (rule_id, agent_id, used_at, tokens)
+            """,
+            "CREATE INDEX token_usage_by_rule ON token_usage (rule_id, used_at, tokens)",
+        ),
+    ),
+    (
+        "0004_deadlines",
+        (
+            "ALTER TABLE executions ADD COLUMN deadline_at REAL",
+            """
+            CREATE INDEX executions_by_deadline ON executions (deadline_at)
+            WHERE deadline_at IS NOT NULL AND status IN ('pending', 'running', 'blocked')
+            """,
+        ),
+    ),
+    (
+        "0005_retention",
+        (
+            "CREATE TABLE remains (execution_id TEXT PRIMARY KEY) WITHOUT ROWID",
+            """
+            CREATE INDEX executions_ended ON executions (updated_at)
+            WHERE status IN ('completed', 'failed', 'cancelled')
+            """,
+        ),
+    ),
+    (
+        "0006_api_keys",
+        (
+            """
+            CREATE TABLE api_keys (
+                id TEXT PRIMARY KEY,
+                name TEXT NOT NULL,
+                digest BLOB NOT NULL,
+                scopes TEXT NOT NULL,
+                created_at REAL NOT NULL
+            ) WITHOUT ROWID
+            """,
+        ),
+    ),
 )
 
 

@@ -11,6 +11,7 @@ import orjson
 
 from rebuno_sync.kernel import (
     approvals,
+    budgets,
     events,
     identity,
     leases,
@@ -115,6 +116,7 @@ def settle_step(
         tx.now,
         step_id,
     )
+    budgets.record(tx, step, outcome)
     payload = events.step_payload(step_id, step["kind"], step["target"])
     if not succeeded:
         payload["error"] = orjson.Fragment(outcome)
@@ -259,6 +261,7 @@ def _decide_new(
         verdict = bundle.decide(
             agent_id, submission.kind, submission.target, submission.args.encode("utf-8")
         )
+        verdict = budgets.check(tx, verdict, submission.kind, execution_id, agent_id)
         limited = _limit(tx, execution, step_id, verdict)
         if limited is not None:
             return limited, False
@@ -271,6 +274,7 @@ def _decide_new(
         "rule_id": verdict.rule_id,
         **dataclasses.asdict(submission),
     }
+    budgets.begin(tx, step_id, submission.kind, execution_id, agent_id, verdict)
     about = (step_id, submission.kind, submission.target)
     if verdict.action == "allow":
         tx.insert("steps", {**step, "started_at": tx.now})

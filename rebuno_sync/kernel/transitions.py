@@ -21,7 +21,7 @@ from rebuno_sync.wire import TERMINAL_EXECUTION
 
 @dataclasses.dataclass(frozen=True)
 class NewExecution:
-    """What a client asks for; JSON values are raw text."""
+    """What a client asks for; JSON values are raw text. ``deadline`` is in seconds from now."""
 
     agent_id: str
     input: str = "null"
@@ -30,6 +30,7 @@ class NewExecution:
     idempotency_key: str | None = None
     spawned_by: str | None = None
     on_behalf_of: str | None = None
+    deadline: float | None = None
 
 
 def create(tx: Transaction, new: NewExecution) -> sqlite3.Row:
@@ -59,7 +60,8 @@ def create(tx: Transaction, new: NewExecution) -> sqlite3.Row:
             "last_event": 0,
             "created_at": tx.now,
             "updated_at": tx.now,
-            **dataclasses.asdict(new),
+            "deadline_at": None if new.deadline is None else tx.now + new.deadline,
+            **{name: value for name, value in vars(new).items() if name != "deadline"},
         },
     )
     events.append(
@@ -129,10 +131,20 @@ def cancel(tx: Transaction, execution_id: str) -> None:
     execution = _execution(tx, execution_id)
     if execution["status"] in TERMINAL_EXECUTION:
         raise refusals.execution_terminal(execution["status"])
-    end(tx, execution_id, "cancelled", reason="client_cancelled")
-    reason = "execution_cancelled"
-    told = approvals.abandon(tx, execution_id, reason)
-    error = {"reason": reason}
+    stop(tx, execution_id, "cancelled", "client_cancelled", "execution_cancelled")
+
+
+def stop(tx: Transaction, execution_id: str, status: str, reason: str, step_reason: str) -> None:
+    """End an execution from outside, with what waits or runs in it.
+
+    Args:
+        status: how it ends.
+        reason: why.
+        step_reason: why its steps are denied or cancelled.
+    """
+    end(tx, execution_id, status, reason=reason)
+    told = approvals.abandon(tx, execution_id, step_reason)
+    error = {"reason": step_reason}
     running = tx.all(
         "SELECT * FROM steps WHERE execution_id = ? AND status = 'executing' ORDER BY seq",
         execution_id,

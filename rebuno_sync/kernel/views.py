@@ -31,6 +31,7 @@ def execution(row: sqlite3.Row) -> dict[str, Any]:
         on_behalf_of=row["on_behalf_of"],
         created_at=timestamp(row["created_at"]),
         updated_at=timestamp(row["updated_at"]),
+        deadline_at=_time(row["deadline_at"]),
     )
 
 
@@ -93,6 +94,16 @@ def agent(row: sqlite3.Row) -> dict[str, Any]:
         output_schema=_raw(row["output_schema"]),
         registered_at=timestamp(row["registered_at"]),
     )
+
+
+def api_key(row: sqlite3.Row) -> dict[str, Any]:
+    """Return an API key, without its token, which nobody knows."""
+    return {
+        "id": row["id"],
+        "name": row["name"],
+        "scopes": _raw(row["scopes"]),
+        "created_at": timestamp(row["created_at"]),
+    }
 
 
 def _present(**fields: Any) -> dict[str, Any]:

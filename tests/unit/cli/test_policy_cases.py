@@ -6,14 +6,9 @@ from typing import Any
 
 import pytest
 
-from rebuno_sync.cli.policy_cases import (
-    CasesError,
-    judge,
-    parse_cases,
-    recorded_cases,
-    unreached,
-)
+from rebuno_sync.cli.policy_cases import parse_cases, recorded_cases
 from rebuno_sync.kernel.policy import Bundle
+from rebuno_sync.kernel.policy_cases import CasesError, judge, unreached
 from rebuno_sync.wire import Event, Step
 
 BUNDLE = Bundle.parse(
