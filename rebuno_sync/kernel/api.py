@@ -100,7 +100,7 @@ class Api:
         app.register_error_handler(APIError, _refuse)
         app.register_error_handler(RequestEntityTooLarge, _refuse_size)
         app.register_error_handler(HTTPException, _refuse_route)
-        app.register_error_handler(StoreError, _refuse_stopped)
+        app.register_error_handler(StoreError, _refuse_store)
         app.register_error_handler(Exception, _refuse_unexpected)
         return app
 
@@ -503,7 +503,7 @@ def _refuse_route(error: HTTPException) -> Response:
     return Response(status=status)
 
 
-def _refuse_stopped(error: StoreError) -> Response:
+def _refuse_store(error: StoreError) -> Response:
     return _json({"code": "internal_error", "message": str(error)}, 503)
 
 

@@ -20,7 +20,7 @@ from rebuno_sync import signing, wire
 from rebuno_sync.kernel import approvals, deadlines, deliveries
 from rebuno_sync.kernel.clock import Clock
 from rebuno_sync.kernel.deliveries import Claim
-from rebuno_sync.kernel.store import Store
+from rebuno_sync.kernel.store import Store, StoreError
 
 _log = logging.getLogger(__name__)
 
@@ -105,14 +105,22 @@ class Dispatcher:
         self.wake()  # it sleeps until a time that may have come nearer
 
     def _schedule(self) -> None:
+        failing = False
         while True:
             try:
                 self.settle()
                 pause = min(self._due_in(), _LONGEST_SLEEP)
-            except Exception:
+                failing = False
+            except Exception as exc:
                 if self._stopping:
                     return
-                _log.exception("the scheduler failed; it goes on")
+                if not failing:
+                    # What the disk does is told in its own words, and once.
+                    known = isinstance(exc, StoreError)
+                    _log.error(
+                        "the scheduler failed; it goes on: %s", exc, exc_info=None if known else exc
+                    )
+                failing = True
                 pause = _PAUSE_AFTER_ERROR
             with self._condition:
                 self._condition.wait_for(lambda: self._woken or self._stopping, pause)
@@ -158,10 +166,15 @@ class Dispatcher:
                     deliveries.delivered(tx, claim)
                 else:
                     deliveries.undelivered(tx, claim, answered=status is not None)
-        except Exception:
+        except Exception as exc:
             # Not recorded: the lease will run out, and the dispatch be delivered again.
             if not self._stopping:
-                _log.exception("the outcome of a delivery to %s was lost", claim.agent_id)
+                _log.error(
+                    "the outcome of a delivery to %s was lost: %s",
+                    claim.agent_id,
+                    exc,
+                    exc_info=None if isinstance(exc, StoreError) else exc,
+                )
         finally:
             with self._condition:
                 self._in_progress -= collections.Counter({claim.agent_id: 1})

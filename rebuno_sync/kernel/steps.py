@@ -338,6 +338,8 @@ def _limit(
     try:
         wait = limits.take(tx, limit, verdict.rule_id, execution_id, agent_id)
     except sqlite3.Error:
+        if tx.is_lost:
+            raise
         if limit.on_limiter_error == "allow":
             return None
         return {"decision": "rate_limited", "reason": "rate_limiter_unavailable"}

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from rebuno_sync.errors import RebunoError
-from rebuno_sync.kernel import schema
+from rebuno_sync.kernel import disk, schema
 from rebuno_sync.kernel.clock import Clock
 
 _BUSY_SECONDS = 10.0
 
 
 class StoreError(RebunoError):
-    """The database cannot be opened or is closed."""
+    """The database cannot be opened, read or written, or is closed; the message says why."""
 
 
 class Transaction:
@@ -33,6 +33,11 @@ class Transaction:
         self._connection = connection
         self.now = now
         self.queue_changed = False
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether SQLite has rolled the transaction back by itself, as it does on a full disk."""
+        return not self._connection.in_transaction
 
     def run(self, sql: str, *parameters: Any) -> int:
         """Execute a statement; return how many rows it changed."""
@@ -88,8 +93,9 @@ class Store:
         self._closed = False
         self._lock_file = None if self._path is None else _lock(self._path)
         try:
-            self._writer = self._connect()
-            schema.migrate(self._writer)
+            with self._in_words():
+                self._writer = self._connect()
+                schema.migrate(self._writer)
         except BaseException as exc:
             self.close()
             if isinstance(exc, sqlite3.Error):
@@ -116,8 +122,12 @@ class Store:
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Transaction]:
-        """Open the one write transaction; commit at the end, roll back on any exception."""
-        with self._write_lock:
+        """Open the one write transaction; commit at the end, roll back on any exception.
+
+        Raises:
+            StoreError: it cannot be written, and nothing of it was.
+        """
+        with self._write_lock, self._in_words():
             self._check_open()
             self._writer.execute("BEGIN IMMEDIATE")
             transaction = Transaction(self._writer, self._clock.now())
@@ -133,20 +143,35 @@ class Store:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Transaction]:
-        """Open a reader that sees one state of the database throughout."""
+        """Open a reader that sees one state of the database throughout.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
         if self._path is None:  # a database in memory lives in one connection
-            with self._write_lock:
+            with self._write_lock, self._in_words():
                 self._check_open()
                 yield Transaction(self._writer, self._clock.now())
             return
-        connection = self._borrow()
+        with self._in_words():
+            connection = self._borrow()
+            try:
+                connection.execute("BEGIN")
+                yield Transaction(connection, self._clock.now())
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                self._give_back(connection)
+
+    @contextlib.contextmanager
+    def _in_words(self) -> Iterator[None]:
         try:
-            connection.execute("BEGIN")
-            yield Transaction(connection, self._clock.now())
-        finally:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            self._give_back(connection)
+            yield
+        except sqlite3.Error as exc:
+            meaning = disk.words(exc, self._path)
+            if meaning is None:
+                raise
+            raise StoreError(meaning) from exc
 
     def _borrow(self) -> sqlite3.Connection:
         with self._readers_lock:
@@ -183,6 +208,10 @@ class Store:
 
 def _lock(path: Path) -> IO[bytes]:
     lock_path = path.with_name(path.name + ".lock")
+    if not path.parent.is_dir():
+        raise StoreError(f"cannot make {path}: there is no directory {path.parent}; make it first")
+    if path.is_dir():
+        raise StoreError(f"{path} is a directory; name a file in it")
     try:
         file = open(lock_path, "ab")  # noqa: SIM115  it stays open as long as the store
     except OSError as exc:
