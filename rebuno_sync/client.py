@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlencode
@@ -13,7 +13,17 @@ from urllib.parse import urlencode
 from . import wire
 from .errors import APIError, NetworkError
 from .transport import Answer, Resend, Transport, read_model, read_models
-from .wire import AgentInfo, Approval, Delta, Event, Execution, Step, execution_path
+from .wire import (
+    AgentInfo,
+    ApiKey,
+    Approval,
+    Delta,
+    Event,
+    Execution,
+    PolicyTest,
+    Step,
+    execution_path,
+)
 
 #: For how long a call is tried again while the kernel cannot be reached, in seconds.
 PATIENCE = 5.0
@@ -330,6 +340,52 @@ class Client:
         """
         body = wire.encode({"bundle": bundle}, "policy")
         self._call("POST", f"/v0/policies/{wire.segment(agent_id)}", body)
+
+    def test_policy(
+        self, agent_id: str, cases: Sequence[Mapping[str, Any]], *, bundle: str | None = None
+    ) -> PolicyTest:
+        """Ask what a policy says to some steps; nothing is recorded, and no limit counts them.
+
+        Args:
+            cases: an object for each: ``target``, and as wanted ``kind`` (``tool_call`` by
+                default), ``args``, ``agent_id``, ``name``, and ``expect``: a decision, or an
+                object of ``decision``, ``rule`` and ``reason``.
+            bundle: the YAML text to try; the agent's policy by default.
+
+        Raises:
+            ValidationError: a case or the bundle is malformed; the message names it.
+            NotFoundError: the agent's policy is meant, and there is no such agent.
+        """
+        fields: dict[str, Any] = {"cases": [dict(case) for case in cases]}
+        if bundle is not None:
+            fields["bundle"] = bundle
+        path = f"/v0/policies/{wire.segment(agent_id)}/test"
+        return self._call("POST", path, wire.encode(fields, "policy test")).model(PolicyTest)
+
+    # API keys
+
+    def api_keys(self) -> Iterator[ApiKey]:
+        """Go through the API keys, without their tokens."""
+        yield from self._call("GET", "/v0/api-keys").models(ApiKey)
+
+    def create_api_key(self, name: str, scopes: Sequence[str]) -> ApiKey:
+        """Make an API key. Its ``token`` is told here and never again.
+
+        Args:
+            name: what it is for.
+            scopes: what it may do, such as ``executions:read``.
+
+        Raises:
+            ForbiddenError: the caller lacks one of the scopes, or may not make keys.
+            ValidationError: there is no such scope.
+        """
+        body = wire.encode({"name": name, "scopes": list(scopes)}, "key")
+        return self._call("POST", "/v0/api-keys", body, Resend.NEVER_ARRIVED).model(ApiKey)
+
+    def delete_api_key(self, key_id: str) -> None:
+        """Delete an API key; its token is worth nothing from then on."""
+        path = f"/v0/api-keys/{wire.segment(key_id)}"
+        self._call("DELETE", path, b"", Resend.NEVER_ARRIVED)
 
     def health(self) -> bool:
         """Tell whether a kernel answers, now, and is ready to work."""

@@ -368,6 +368,33 @@ _GENERATION_1_FIELDS: Final = {
 
 
 @dataclasses.dataclass(frozen=True)
+class ApiKey(Model):
+    """A key that lets a client do some things. ``token`` is there only when it was just made."""
+
+    id: str
+    name: str = ""
+    scopes: list[str] = dataclasses.field(default_factory=list)
+    created_at: str = ""
+    token: str = dataclasses.field(default="", repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyTest(Model):
+    """What a policy says to some cases.
+
+    Attributes:
+        results: an object for each case: ``name, agent_id, kind, target, decision, rule, reason``,
+            and of what was expected ``expected`` and ``mismatch``, each ``None`` where it is fine.
+        mismatches: how many decisions are not the expected ones.
+        unreached_rules: the rules that decided none of the cases.
+    """
+
+    results: list[dict[str, Any]]
+    mismatches: int = 0
+    unreached_rules: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
 class Delta(Model):
     """One piece of live output of a step; never stored."""
 

@@ -62,6 +62,18 @@ def _address(context: click.Context, parameter: click.Parameter, value: str) -> 
     help="How long a lease lasts that is not renewed.",
 )
 @click.option(
+    "--deadline",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="How long an execution may take; then it fails with deadline_exceeded.",
+)
+@click.option(
+    "--retain",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="How long executions are kept after their end; for ever by default.",
+)
+@click.option(
     "--bearer-token",
     metavar="TOKEN",
     help="What clients must send; others on this machine can read it in the list of processes.",
@@ -91,6 +103,8 @@ def dev(
     listen: tuple[str, int],
     manifest: Path | None,
     lease_timeout: float,
+    deadline: float | None,
+    retain: float | None,
     bearer_token: str | None,
     bearer_token_env: str | None,
     refuse_body_signatures: bool,
@@ -111,6 +125,8 @@ def dev(
             db,
             manifest=manifest,
             lease_timeout=lease_timeout,
+            deadline=deadline,
+            retain=retain,
             bearer_token=token,
             host=host,
             port=port,

@@ -12,6 +12,7 @@ from rebuno_sync.cli.approvals import approvals
 from rebuno_sync.cli.dev import dev
 from rebuno_sync.cli.doctor.command import doctor
 from rebuno_sync.cli.executions import executions
+from rebuno_sync.cli.keys import keys
 from rebuno_sync.cli.policies import policy
 from rebuno_sync.cli.session import Exit, failure_of, kernel_options
 from rebuno_sync.errors import RebunoError
@@ -54,5 +55,5 @@ def root() -> None:
     """
 
 
-for _command in (dev, executions, approvals, agents, policy, doctor):
+for _command in (dev, executions, approvals, agents, policy, keys, doctor):
     root.add_command(_command)
