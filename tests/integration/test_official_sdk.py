@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +13,10 @@ import pytest
 
 from rebuno_sync import Agent, Client, step, tool
 from rebuno_sync.kernel import EmbeddedKernel
+from tests.integration.official_agent import OFFICIAL, OfficialAgent
 from tests.peers import VERSIONS, PeerUnavailable, peer_python
 from tests.scripted import served, wait_until
 
-OFFICIAL = Path(__file__).parent / "official"
 SECRET = "orchard-secret"
 TOKEN = "a-bearer-token"
 LEASE = 60.0
@@ -44,48 +42,13 @@ def client(kernel: EmbeddedKernel) -> Iterator[Client]:
         yield client
 
 
-class OfficialAgent:
-    """The agent of ``official/agent.py`` in a process, registered with the kernel."""
-
-    def __init__(self, python: str, kernel: EmbeddedKernel, client: Client, journal: Path) -> None:
-        self.process = subprocess.Popen(
-            [python, str(OFFICIAL / "agent.py"), kernel.url, str(journal)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-        url = wait_until(self._url, timeout=60, what="the official agent did not start")
-        client.register_agent("official", f"{url}/webhook", SECRET, lease_timeout_seconds=LEASE)
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        self.lines.extend(self.process.stdout)
-
-    def _url(self) -> str:
-        assert self.process.poll() is None, "".join(self.lines)
-        found = re.search(r"running on (http://127\.0\.0\.1:\d+)", "".join(self.lines))
-        return found[1] if found else ""
-
-    def kill(self) -> None:
-        """End it at once, as a power cut would."""
-        self.process.kill()
-        self._wait()
-
-    def stop(self) -> None:
-        self.process.terminate()
-        try:
-            self._wait()
-        except subprocess.TimeoutExpired:
-            self.kill()
-
-    def _wait(self) -> None:
-        self.process.wait(30)
-        self._reader.join()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+def official_agent(
+    python: str, kernel: EmbeddedKernel, client: Client, journal: Path
+) -> OfficialAgent:
+    """Start the agent of ``official/agent.py`` and register it with the kernel."""
+    agent = OfficialAgent(python, "agent.py", kernel.url, journal)
+    client.register_agent("official", agent.webhook, SECRET, lease_timeout_seconds=LEASE)
+    return agent
 
 
 def noted(journal: Path) -> Counter[str]:
@@ -104,7 +67,7 @@ def output(execution_id: str) -> dict[str, Any]:
 def test_its_agent_runs_on_our_kernel(
     python: str, kernel: EmbeddedKernel, client: Client, tmp_path: Path
 ) -> None:
-    agent = OfficialAgent(python, kernel, client, tmp_path)
+    agent = official_agent(python, kernel, client, tmp_path)
     try:
         created = client.create("official", {"city": "Kyiv"})
         found = client.wait(created.id, timeout=60)
@@ -123,7 +86,7 @@ def test_its_agent_runs_on_our_kernel(
 def test_its_agent_goes_on_after_a_kill(
     python: str, kernel: EmbeddedKernel, client: Client, tmp_path: Path
 ) -> None:
-    agent = OfficialAgent(python, kernel, client, tmp_path)
+    agent = official_agent(python, kernel, client, tmp_path)
     try:
         created = client.create("official", {"city": "Kyiv", "until": "go"})
         wait_until(lambda: noted(tmp_path)["wait_here"] or client.get(created.id).done, timeout=60)
@@ -131,7 +94,7 @@ def test_its_agent_goes_on_after_a_kill(
     finally:
         agent.kill()
     (tmp_path / "go").touch()
-    agent = OfficialAgent(python, kernel, client, tmp_path)
+    agent = official_agent(python, kernel, client, tmp_path)
     try:
         kernel.advance(LEASE + 1)
         found = client.wait(created.id, timeout=60)
