@@ -1,0 +1,1 @@
+"""WSGI apps that an agent is part of, each for a real gunicorn."""
