@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -158,6 +159,36 @@ def test_event_streams_are_streamed_unasked(web: Web, kernel: ScriptedKernel) ->
         seen = run_twice(lambda: web.post(client, fake.url + CHAT).content, kernel)
     assert seen.values[0] == body
     assert "".join(r.json["data"] for r in kernel.sent("stream")).encode() == body
+
+
+def test_a_stream_that_is_not_chunked_comes_as_it_comes(web: Web) -> None:
+    """It ends with the connection, as simple servers have it."""
+    more = threading.Event()
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+            connection.sendall(b"data: 1\n\n")
+            assert more.wait(30)
+            connection.sendall(b"data: 2\n\n")
+
+    def ask() -> tuple[bytes, bytes]:
+        with web.opened(client, url, STREAM) as response:
+            chunks = web.chunks(response)
+            first = next(chunks) if not more.is_set() else b""
+            more.set()
+            return first, first + b"".join(chunks)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, web.client() as client:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}{CHAT}"
+        thread = threading.Thread(target=serve)
+        thread.start()
+        seen = run_twice(ask, same=False)
+        thread.join()
+    assert seen.values[0] == (b"data: 1\n\n", b"data: 1\n\ndata: 2\n\n")
+    assert seen.values[1][1] == b"data: 1\n\ndata: 2\n\n"
 
 
 def test_an_error_to_a_streamed_request_is_a_plain_answer(web: Web, kernel: ScriptedKernel) -> None:

@@ -168,6 +168,31 @@ def test_a_lost_lease_raises_each_time(context: Context) -> None:
     assert context.results == context.errors == []
 
 
+def test_what_is_closed_while_the_execution_blocks_is_taken_in(context: Context) -> None:
+    """Nobody chose to close it: the handler unwinds, and will want all of it when it is back."""
+    body = body_of(context, iter([b"one", b"two"]))
+    next(body)
+    context.signal = Blocked()
+    body.close()
+    assert context.results == [
+        {"status": 200, "headers": {"content-type": "text/event-stream"}, "body": "onetwo"}
+    ]
+
+
+def test_what_another_thread_closes_after_the_handler_has_ended(context: Context) -> None:
+    """It is too late to record anything; but nothing may be held for it either."""
+    body = body_of(context, iter([b"one", b"two"]))
+    thread = threading.Thread(target=lambda: next(body))
+    thread.start()
+    thread.join()
+    body.end()
+    assert context.bodies == 1
+    body.close()
+    assert context.bodies == 0
+    assert context.results == context.errors == []
+    assert body._live._stopped
+
+
 @pytest.mark.parametrize("ending", ["close", "end"])
 def test_closing_never_raises(context: Context, ending: str) -> None:
     context.answers = LeaseSuperseded()
