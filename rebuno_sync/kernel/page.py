@@ -21,11 +21,13 @@ from rebuno_sync.kernel import (
     page_execution,
     page_guard,
     page_values,
+    queries,
     refusals,
     registry,
 )
 from rebuno_sync.kernel.hosts import Hosts
 from rebuno_sync.kernel.ids import parse_id
+from rebuno_sync.kernel.keys import KeyRing
 from rebuno_sync.kernel.live import Hub
 from rebuno_sync.kernel.page_guard import Guard
 from rebuno_sync.kernel.store import Store, StoreError, Transaction
@@ -37,7 +39,6 @@ _UNSAFE_IN_FILE_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 _LONGEST_TEXT: Final = 4000
 _FILTERS: Final = ("agent_id", "session", "status")
 _DECISION: Final = ("decision", "decided_by", "rationale")
-_PUBLIC: Final = ("page.static", "page.login", "page.log_in")
 
 
 class Page:
@@ -47,43 +48,54 @@ class Page:
         store: the kernel's database.
         hub: where live output is handed on.
         hosts: the names under which the kernel answers.
-        bearer_token: what has to be shown to see the page; ``None`` when nothing has.
+        bearer_token: what has to be shown to see the page, if not an API key; ``None`` when
+            nothing has.
     """
 
     def __init__(self, store: Store, hub: Hub, hosts: Hosts, bearer_token: str | None) -> None:
         self._store = store
         self._hub = hub
         self._hosts = hosts
-        self._guard = Guard(bearer_token)
+        self._guard = Guard(bearer_token, KeyRing(store))
         self._templates = _templates()
+        self._needed: dict[str, str] = {}
 
     def blueprint(self) -> Blueprint:
         """Return the routes, ready to be registered on the kernel's application."""
         blueprint = Blueprint("page", __name__, static_folder="static")
         execution = "/executions/<execution_id>"
-        routes: list[tuple[str, str, Callable[..., Any]]] = [
-            ("GET", "/", self.executions),
-            ("GET", execution, self.execution),
-            ("GET", f"{execution}/events", self.events),
-            ("GET", f"{execution}/events.jsonl", self.download_events),
-            ("GET", f"{execution}/live", self.live),
-            ("GET", f"{execution}/<any(input,output):part>.json", self.download_value),
+        # What may be seen without logging in needs no scope.
+        routes: list[tuple[str, str, Callable[..., Any], str]] = [
+            ("GET", "/", self.executions, "executions:read"),
+            ("GET", execution, self.execution, "executions:read"),
+            ("GET", f"{execution}/events", self.events, "executions:read"),
+            ("GET", f"{execution}/events.jsonl", self.download_events, "executions:read"),
+            ("GET", f"{execution}/live", self.live, "executions:read"),
+            (
+                "GET",
+                f"{execution}/<any(input,output):part>.json",
+                self.download_value,
+                "executions:read",
+            ),
             (
                 "GET",
                 f"{execution}/steps/<step_id>/<any(args,result,error):part>.json",
                 self.download_step,
+                "executions:read",
             ),
-            ("GET", "/approvals", self.approvals),
-            ("GET", "/approvals/<approval_id>", self.approval),
-            ("POST", "/approvals/<approval_id>", self.decide),
-            ("GET", "/agents", self.agents),
-            ("GET", "/agents/<agent_id>", self.agent),
-            ("GET", "/login", self.login),
-            ("POST", "/login", self.log_in),
-            ("POST", "/logout", self.log_out),
+            ("GET", "/approvals", self.approvals, "approvals:read"),
+            ("GET", "/approvals/<approval_id>", self.approval, "approvals:read"),
+            ("GET", "/approvals/<approval_id>/args.json", self.download_args, "approvals:read"),
+            ("POST", "/approvals/<approval_id>", self.decide, "approvals:write"),
+            ("GET", "/agents", self.agents, "agents:read"),
+            ("GET", "/agents/<agent_id>", self.agent, "agents:read"),
+            ("GET", "/login", self.login, ""),
+            ("POST", "/login", self.log_in, ""),
+            ("POST", "/logout", self.log_out, ""),
         ]
-        for method, rule, view in routes:
+        for method, rule, view, scope in routes:
             blueprint.add_url_rule(rule, view.__name__, view, methods=[method])
+            self._needed[f"{blueprint.name}.{view.__name__}"] = scope
         blueprint.before_request(self._let_in)
         blueprint.after_request(_add_headers)
         blueprint.register_error_handler(APIError, self._refuse)
@@ -101,12 +113,18 @@ class Page:
             self._guard.check_form(request)
         elif page_guard.lacks_strict_cookies(request):
             return self._render("bounce.html", 200, keep_cookie=True)
-        if request.endpoint not in _PUBLIC and not self._guard.is_in(request):
-            if request.method == "POST":
-                return redirect(url_for("page.login"), 303)
-            here = request.full_path.rstrip("?")
+        needed = self._needed[request.endpoint or ""]
+        scopes = self._guard.scopes(request)
+        if not needed or needed in scopes:
+            return None
+        if not scopes:
+            here = None if request.method == "POST" else request.full_path.rstrip("?")
             return redirect(url_for("page.login", next=here), 303)
-        return None
+        if request.endpoint == "page.executions":  # where one is led to after logging in
+            for endpoint in ("page.approvals", "page.agents"):
+                if self._needed[endpoint] in scopes:
+                    return redirect(url_for(endpoint), 303)
+        raise refusals.forbidden(f"the API key that you logged in with lacks the scope {needed}")
 
     # Executions
 
@@ -199,6 +217,13 @@ class Page:
             return self._show_approval(id, exc.status_code, exc.message, form)
         return redirect(url_for("page.approval", approval_id=id), 303)
 
+    def download_args(self, approval_id: str) -> Response:
+        id = _id(approval_id)
+        with self._store.read() as tx:
+            row = queries.approval(tx, id)
+            value = page_data.whole_value(tx, "steps", row["step_id"], row["execution_id"], "args")
+        return _download(value, f"args-{id}.json")
+
     def _show_approval(
         self, id: str, status: int = 200, problem: str = "", form: dict[str, str] | None = None
     ) -> Response:
@@ -223,7 +248,7 @@ class Page:
 
     def login(self) -> Any:
         following = request.args.get("next", "")
-        if self._guard.is_in(request):
+        if not self._guard.asks_for_token:
             return redirect(_local(following), 303)
         return self._render("login.html", next=following)
 
@@ -231,7 +256,9 @@ class Page:
         following = request.form.get("next", "")
         id = self._guard.log_in(request.form.get("token", ""))
         if id is None:
-            return self._render("login.html", 401, next=following, problem="That is not the token.")
+            return self._render(
+                "login.html", 401, next=following, problem="That is neither the token nor a key."
+            )
         answer = redirect(_local(following), 303)
         page_guard.give_cookie(request, answer, id)
         return answer
@@ -254,15 +281,15 @@ class Page:
         self, template: str, status: int = 200, *, keep_cookie: bool = False, **values: Any
     ) -> Response:
         id, is_new = self._guard.browser_id(request)
-        is_in = self._guard.is_in(request)
+        scopes = self._guard.scopes(request)
         with self._store.read() as tx:
             now = tx.now
-            waiting = page_approvals.count_pending(tx) if is_in else 0
+            waiting = page_approvals.count_pending(tx) if "approvals:read" in scopes else 0
         html = self._templates.get_template(template).render(
             **values,
             csrf=self._guard.form_token(id),
-            is_in=is_in,
-            can_log_out=is_in and self._guard.asks_for_token,
+            may=scopes,
+            can_log_out=bool(scopes) and self._guard.asks_for_token,
             waiting=waiting,
             now=now,
             path=request.path,
@@ -288,7 +315,9 @@ class Page:
         return self._say(500, f"The kernel failed: {type(error).__name__}; its log tells more.")
 
     def _say(self, status: int, message: str) -> Response:
-        html = self._templates.get_template("error.html").render(status=status, message=message)
+        html = self._templates.get_template("error.html").render(
+            status=status, message=message, asks_for_token=self._guard.asks_for_token
+        )
         return Response(html, status, content_type="text/html; charset=utf-8")
 
 

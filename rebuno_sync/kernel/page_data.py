@@ -28,7 +28,7 @@ _NOT_HINTED: Final = ("execution_id", "dispatch_id", "step_id", "approval_id", "
 #: What is read of an execution besides its values.
 EXECUTION_COLUMNS: Final = (
     "id, agent_id, status, failure_reason, session, parent_execution_id, on_behalf_of,"
-    " last_event, created_at, updated_at"
+    " deadline_at, last_event, created_at, updated_at"
 )
 
 

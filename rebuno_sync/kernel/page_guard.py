@@ -1,12 +1,14 @@
 """Who may see the page and act on it: sessions, form tokens, answer headers.
 
 Every browser gets a cookie with a random id, and every form a token that is worth something only
-together with that id. Where the kernel has a bearer token, a browser that showed it is let in
-under a fresh id until it logs out, the kernel stops, or :data:`SESSION_SECONDS` are over.
+together with that id. Where the kernel has a bearer token, a browser that showed it, or an API
+key, is let in under a fresh id until it logs out, the kernel stops, the key is deleted, or
+:data:`SESSION_SECONDS` are over.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import re
@@ -20,6 +22,7 @@ from werkzeug.wrappers import Response
 
 from rebuno_sync.kernel import refusals
 from rebuno_sync.kernel.hosts import is_own_origin
+from rebuno_sync.kernel.keys import EVERYTHING, KeyRing
 
 #: How long a login lasts.
 SESSION_SECONDS: Final = 12 * 3600.0
@@ -45,18 +48,29 @@ HEADERS: Final = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class _Session:
+    """A browser that is in: until when, what it may do, and by which key if by one."""
+
+    until: float
+    scopes: frozenset[str]
+    key_id: str | None
+
+
 class Guard:
     """Lets browsers in, and knows the forms that were given to them.
 
     Args:
-        bearer_token: what has to be shown to log in; ``None`` lets everybody in.
+        bearer_token: what has to be shown to log in, if not a key; ``None`` lets everybody in.
+        keys: the API keys.
     """
 
-    def __init__(self, bearer_token: str | None) -> None:
+    def __init__(self, bearer_token: str | None, keys: KeyRing) -> None:
         self._token = bearer_token
+        self._keys = keys
         self._key = secrets.token_bytes(32)
         self._lock = threading.Lock()
-        self._sessions: dict[bytes, float] = {}
+        self._sessions: dict[bytes, _Session] = {}
 
     @property
     def asks_for_token(self) -> bool:
@@ -88,24 +102,33 @@ class Guard:
         """Return the token that goes into every form for this browser."""
         return hmac.new(self._key, browser_id.encode("ascii"), hashlib.sha256).hexdigest()
 
-    def is_in(self, request: Request) -> bool:
-        """Tell whether the sender may see the page."""
+    def scopes(self, request: Request) -> frozenset[str]:
+        """Return what the sender may do; nothing at all before logging in."""
         if self._token is None:
-            return True
+            return EVERYTHING
         id = self._id(request)
         with self._lock:
-            return id is not None and self._sessions.get(_digest(id), 0.0) > time.monotonic()
+            session = None if id is None else self._sessions.get(_digest(id))
+        if session is None or session.until <= time.monotonic():
+            return frozenset()
+        if session.key_id is not None and not self._keys.has(session.key_id):
+            return frozenset()
+        return session.scopes
 
     def log_in(self, token: str) -> str | None:
-        """Return the id of a new session, ``None`` when the token is wrong."""
-        if self._token is None or not _same(self._token, token):
-            return None
+        """Return the id of a new session, ``None`` when ``token`` is neither token nor key."""
+        if self._token is not None and _same(self._token, token):
+            return self._begin(EVERYTHING, None)
+        found = self._keys.find(token)
+        return None if found is None else self._begin(found[1], found[0])
+
+    def _begin(self, scopes: frozenset[str], key_id: str | None) -> str:
         id, now = secrets.token_urlsafe(32), time.monotonic()
         with self._lock:
-            good = {digest: until for digest, until in self._sessions.items() if until > now}
-            newest = sorted(good.items(), key=lambda item: item[1])[1 - _MOST_SESSIONS :]
+            good = [item for item in self._sessions.items() if item[1].until > now]
+            newest = sorted(good, key=lambda item: item[1].until)[1 - _MOST_SESSIONS :]
             self._sessions = dict(newest)
-            self._sessions[_digest(id)] = now + SESSION_SECONDS
+            self._sessions[_digest(id)] = _Session(now + SESSION_SECONDS, scopes, key_id)
         return id
 
     def log_out(self, request: Request) -> None:

@@ -502,7 +502,7 @@ def test_a_kernel_with_a_token_asks_for_it(driver: WebDriver, webhooks: Webhooks
         driver.get(f"{kernel.url}/agents")
         assert "a1" not in text_of(driver, "body")
         driver.find_element(By.ID, "token").send_keys("not-the-token", Keys.ENTER)
-        wait_for(driver, "That is not the token.")
+        wait_for(driver, "That is neither the token nor a key.")
         driver.find_element(By.ID, "token").send_keys("the-token", Keys.ENTER)
         wait_for(driver, "a1")
         assert driver.current_url == f"{kernel.url}/agents"

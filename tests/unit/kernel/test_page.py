@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import requests
 
 from rebuno_sync.kernel import EmbeddedKernel, page_data
 from tests.unit.kernel.agent_double import Caller, Webhooks
+from tests.unit.kernel.conftest import manifest
 from tests.unit.kernel.visitor import Form, Visitor, words
 
 SCRIPT = "<script>alert(1)</script>"
@@ -31,6 +33,9 @@ rules:
     then:
       decision: allow
       rate_limit: {max_calls: 500, window: 1m, per_what: agent, max_wait: 10s}
+  - id: models
+    when: {step_kind: llm_call}
+    then: {decision: allow, token_budget: {max_tokens: 200000, per_what: agent, window: 24h}}
 """
 
 
@@ -188,6 +193,20 @@ def test_an_execution_tells_its_facts(scene: Scene) -> None:
     assert "Took" in ended
     assert "{ &#34;n&#34;: 100.0 }" in ended
     assert "completed" in ended
+
+
+def test_a_deadline_is_shown_until_the_end(
+    kernels: Callable[..., EmbeddedKernel], webhooks: Webhooks
+) -> None:
+    kernel = kernels(manifest=manifest(webhooks), deadline=3600)
+    caller = Caller(kernel.url)
+    scene = Scene(kernel, caller, webhooks)
+    lease = scene.start()
+    assert re.search("Must end in (1 h|59 min)", words(scene.timeline(lease)))
+    scene.complete(lease, None)
+    assert "Must end" not in scene.timeline(lease)
+    scene.visitor.close()
+    caller.close()
 
 
 def test_a_step_is_shown_with_all_there_is(scene: Scene) -> None:
@@ -514,7 +533,7 @@ def test_agents_are_shown_with_their_policy(scene: Scene) -> None:
         "POST", "/v0/agents", {"id": "free", "webhook_url": "http://free.test/", "secret": "s"}
     )
     html = scene.page("/agents")
-    assert "Policy: 4 rules, otherwise deny" in html
+    assert "Policy: 5 rules, otherwise deny" in html
     assert "No policy: everything is allowed" in html
     assert "1 completed" in html
     assert "orchard-secret" not in html
@@ -526,6 +545,7 @@ def test_agents_are_shown_with_their_policy(scene: Scene) -> None:
     assert "deny : not on fridays" in text
     assert "rest step kind tool_call allow At most 500 in 1 min, counted per agent;" in text
     assert "waits up to 10 s for its turn." in text
+    assert "At most 200,000 tokens in 1 d, counted per agent." in text
     assert "Otherwise deny , but local steps are allowed." in text
     assert "None: everything is allowed." in scene.page("/agents/free")
 

@@ -12,9 +12,11 @@ from flask import Request
 from werkzeug.test import EnvironBuilder
 
 from rebuno_sync.errors import ForbiddenError
-from rebuno_sync.kernel import EmbeddedKernel, page_guard
+from rebuno_sync.kernel import Clock, EmbeddedKernel, page_guard
 from rebuno_sync.kernel.hosts import Hosts, check_origin, host_name
+from rebuno_sync.kernel.keys import EVERYTHING, KeyRing
 from rebuno_sync.kernel.page_guard import Guard
+from rebuno_sync.kernel.store import Store
 from tests.unit.kernel.agent_double import Caller, Webhooks
 from tests.unit.kernel.conftest import manifest
 from tests.unit.kernel.visitor import Form, Visitor, set_cookie, words
@@ -64,6 +66,13 @@ def asked(kernel: EmbeddedKernel, caller: Caller, webhooks: Webhooks) -> str:
 
 def status_of(caller: Caller, approval: str) -> str:
     return str(caller.client("GET", f"/v0{approval}").json()["status"])
+
+
+@pytest.fixture
+def keys() -> Iterator[KeyRing]:
+    store = Store(None, Clock())
+    yield KeyRing(store)
+    store.close()
 
 
 DECISION = {"decision": "grant", "decided_by": "ann", "rationale": ""}
@@ -298,8 +307,8 @@ def test_a_token_is_good_for_its_own_browser_alone(
     assert status_of(caller, asked) == "pending"
 
 
-def test_a_form_that_outlived_the_kernel_says_so() -> None:
-    guard, later = Guard(None), Guard(None)
+def test_a_form_that_outlived_the_kernel_says_so(keys: KeyRing) -> None:
+    guard, later = Guard(None, keys), Guard(None, keys)
     id, is_new = guard.browser_id(request(Host="localhost:1"))
     assert is_new
 
@@ -398,7 +407,7 @@ def test_the_token_lets_in_until_logging_out(closed: Visitor) -> None:
     assert TOKEN not in str(answer.headers)
     session = dict(closed.cookies())
     assert closed.get("/").status_code == 200
-    assert closed.get("/login").status_code == 303
+    assert closed.get("/login").status_code == 200
     assert closed.fill("/", "/logout").status_code == 303
     assert closed.cookies() == {}
     closed.session.cookies.update(session)
@@ -409,7 +418,7 @@ def test_the_token_lets_in_until_logging_out(closed: Visitor) -> None:
 def test_another_token_does_not(closed: Visitor, token: str) -> None:
     answer = closed.log_in(token)
     assert answer.status_code == 401
-    assert "That is not the token." in answer.text
+    assert "That is neither the token nor a key." in answer.text
     assert closed.get("/").status_code == 303
 
 
@@ -472,25 +481,130 @@ def test_the_login_remembers_where_one_wanted_to_go(closed: Visitor) -> None:
     assert fields["next"] == "/?status=failed"
 
 
-def test_a_session_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_ends_by_itself(monkeypatch: pytest.MonkeyPatch, keys: KeyRing) -> None:
     now = 1000.0
     monkeypatch.setattr("rebuno_sync.kernel.page_guard.time.monotonic", lambda: now)
-    guard = Guard(TOKEN)
+    guard = Guard(TOKEN, keys)
     id = guard.log_in(TOKEN)
     asked = request(Host="localhost:1", Cookie=f"rebuno_1={id}")
-    assert guard.is_in(asked)
+    assert guard.scopes(asked) == EVERYTHING
     now += page_guard.SESSION_SECONDS - 1
-    assert guard.is_in(asked)
+    assert guard.scopes(asked) == EVERYTHING
     now += 2
-    assert not guard.is_in(asked)
+    assert guard.scopes(asked) == frozenset()
 
 
-def test_sessions_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_do_not_pile_up(monkeypatch: pytest.MonkeyPatch, keys: KeyRing) -> None:
     monkeypatch.setattr("rebuno_sync.kernel.page_guard._MOST_SESSIONS", 3)
-    guard = Guard(TOKEN)
+    guard = Guard(TOKEN, keys)
     ids = [guard.log_in(TOKEN) for _ in range(5)]
-    let_in = [guard.is_in(request(Host="localhost:1", Cookie=f"rebuno_1={id}")) for id in ids]
-    assert let_in == [False, False, True, True, True]
+    let_in = [guard.scopes(request(Host="localhost:1", Cookie=f"rebuno_1={id}")) for id in ids]
+    assert [bool(scopes) for scopes in let_in] == [False, False, True, True, True]
+
+
+# With an API key
+
+
+@pytest.fixture
+def make_key(closed: Visitor) -> Iterator[Callable[..., dict[str, Any]]]:
+    caller = Caller(closed.url)
+
+    def make(*scopes: str) -> dict[str, Any]:
+        body = {"name": "of a test", "scopes": scopes}
+        bearer = {"Authorization": f"Bearer {TOKEN}"}
+        answer = caller.client("POST", "/v0/api-keys", body, **bearer)
+        assert answer.status_code == 201, answer.text
+        return dict(answer.json())
+
+    yield make
+    caller.close()
+
+
+@pytest.fixture
+def waiting(closed: Visitor, webhooks: Webhooks) -> str:
+    """An approval that waits in the kernel that asks for a token; its path on the page."""
+    caller = Caller(closed.url)
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
+    caller.client("POST", "/v0/policies/a1", {"bundle": POLICY}, **bearer)
+    caller.client("POST", "/v0/executions", {"agent_id": "a1"}, **bearer)
+    lease = webhooks.next()
+    step = {"kind": "tool_call", "target": "ask", "args": {"n": 1}}
+    path = f"/v0/executions/{lease['execution_id']}/steps"
+    answer = caller.agent("POST", path, step, lease=lease).json()
+    caller.close()
+    return f"/approvals/{answer['approval_id']}"
+
+
+def test_a_key_opens_what_its_scopes_allow(
+    closed: Visitor, make_key: Callable[..., dict[str, Any]], waiting: str
+) -> None:
+    key = make_key("approvals:read", "approvals:write")
+    answer = closed.log_in(key["token"])
+    assert (answer.status_code, answer.headers["Location"]) == (303, "/")
+    front = closed.get("/")
+    assert (front.status_code, front.headers["Location"]) == (303, "/approvals")
+    html = closed.get("/approvals").text
+    assert "ask" in html
+    assert 'href="/agents"' not in html
+    for path in ("/agents", "/agents/a1", "/?status=failed"):
+        assert closed.get(path, follow=False).status_code in (303, 403)
+    execution = html.split('href="/executions/')[1].partition('"')[0]
+    for path in ("", "/events", "/events.jsonl", "/live", "/input.json"):
+        answer = closed.get(f"/executions/{execution}{path}")
+        assert answer.status_code == 403, path
+        assert "lacks the scope executions:read" in answer.text
+    assert closed.get(f"{waiting}/args.json").json() == {"n": 1}
+    assert closed.fill(waiting, waiting, **DECISION).status_code == 303
+    assert "Granted" in closed.get(waiting).text
+
+
+def test_a_key_that_may_only_read_decides_nothing(
+    closed: Visitor, make_key: Callable[..., dict[str, Any]], waiting: str
+) -> None:
+    closed.log_in(make_key("approvals:read", "executions:read")["token"])
+    html = closed.get(waiting).text
+    assert "pending" in html
+    assert waiting not in Form(html).forms
+    fields = Form(html).forms["/logout"]
+    answer = closed.post(waiting, {**fields, **DECISION})
+    assert answer.status_code == 403
+    assert "lacks the scope approvals:write" in answer.text
+    assert "pending" in closed.get(waiting).text
+    assert "orchard-secret" not in closed.get("/").text
+
+
+def test_a_key_that_may_not_read_approvals_sees_none(
+    closed: Visitor, make_key: Callable[..., dict[str, Any]], waiting: str
+) -> None:
+    closed.log_in(make_key("executions:read")["token"])
+    html = closed.get("/").text
+    assert 'href="/approvals"' not in html
+    execution = html.split('href="/executions/')[1].partition('"')[0]
+    assert "May decide" not in closed.get(f"/executions/{execution}").text
+
+
+def test_a_key_that_opens_nothing_here(
+    closed: Visitor, make_key: Callable[..., dict[str, Any]]
+) -> None:
+    closed.log_in(make_key("policies:write")["token"])
+    assert closed.get("/").status_code == 403
+    assert "Log in as somebody else" in closed.get("/").text
+    closed.log_in(make_key("agents:read")["token"])
+    assert closed.get("/").headers["Location"] == "/agents"
+
+
+def test_a_deleted_key_ends_its_sessions(
+    closed: Visitor, make_key: Callable[..., dict[str, Any]]
+) -> None:
+    key = make_key("executions:read")
+    closed.log_in(key["token"])
+    assert closed.get("/").status_code == 200
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
+    caller = Caller(closed.url)
+    assert caller.client("DELETE", f"/v0/api-keys/{key['id']}", **bearer).status_code == 204
+    caller.close()
+    assert closed.get("/").status_code == 303
+    assert closed.log_in(key["token"]).status_code == 401
 
 
 # The API beside it
