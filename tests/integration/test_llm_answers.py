@@ -10,6 +10,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -464,6 +465,45 @@ def test_a_redirect_is_followed_on_both_runs(web: Web) -> None:
 
 
 # Clients
+
+
+@pytest.mark.parametrize("body", [ASK, {**ASK, "stream": True}], ids=["plain", "streamed"])
+@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
+def test_connections_are_kept(web: Web, body: dict[str, Any], chunked: bool) -> None:
+    connections: list[object] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def setup(self) -> None:
+            super().setup()
+            connections.append(self.client_address)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            if chunked:
+                self.send_header("transfer-encoding", "chunked")
+                said = b"2\r\n{}\r\n0\r\n\r\n"
+            else:
+                self.send_header("content-length", "2")
+                said = b"{}"
+            self.end_headers()
+            self.wfile.write(said)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}{CHAT}"
+        with web.client() as client:
+            seen = run_twice(lambda: [web.post(client, url, body).text for _ in range(4)])
+        server.shutdown()
+        thread.join()
+    assert seen.values[0] == ["{}"] * 4
+    assert len(connections) == 1
 
 
 def test_settings_of_the_inner_one_are_kept(web: Web) -> None:
