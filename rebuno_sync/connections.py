@@ -153,4 +153,6 @@ def network_error(exc: Exception, base_url: str) -> NetworkError | None:
     cause = exc.original_error if isinstance(exc, u3.ProxyError) else exc
     never_arrived = isinstance(cause, (u3.NewConnectionError, u3.ConnectTimeoutError))
     what = "could not be reached" if never_arrived else "gave no complete answer"
-    return NetworkError(f"the kernel at {base_url} {what}: {exc}", never_arrived=never_arrived)
+    # urllib3 puts the connection object before what the system said, which is all that is news.
+    why = exc.__cause__ if isinstance(exc, u3.NewConnectionError) and exc.__cause__ else exc
+    return NetworkError(f"the kernel at {base_url} {what}: {why}", never_arrived=never_arrived)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -323,9 +325,13 @@ def test_a_refused_connection_is_tried_again(resend: Resend) -> None:
     with reserved_port() as reserved:
         port = reserved.getsockname()[1]
         transport = Transport(f"http://127.0.0.1:{port}", timeout=30)
-        with pytest.raises(NetworkError, match=f"127.0.0.1:{port} could not be reached") as caught:
+        with pytest.raises(NetworkError) as caught:
             transport.request("POST", "/v0/x", b"{}", lambda target: {}, resend=resend)
         assert caught.value.never_arrived
+        assert str(caught.value) == (
+            f"the kernel at http://127.0.0.1:{port} could not be reached: "
+            f"[Errno {errno.ECONNREFUSED}] {os.strerror(errno.ECONNREFUSED)}"
+        )
         stop = threading.Event()
         attempts: list[str] = []
 
