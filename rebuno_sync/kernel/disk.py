@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from pathlib import Path
 from typing import Final
@@ -20,8 +21,8 @@ _WORDS: Final = (
     ),
     (
         "readonly database",
-        "{path} cannot be written; let this user write the file and its directory, or start on"
-        " another file",
+        "{path} cannot be written; let this user write it, what is beside it (-wal, -shm) and"
+        " the directory, or start on another file",
     ),
     (
         "unable to open database file",
@@ -43,6 +44,16 @@ _WORDS: Final = (
         "another program is writing {path} and does not come to an end",
     ),
 )
+
+
+def may_write(path: Path) -> bool:
+    """Tell whether a file may be written, without opening it.
+
+    SQLite would open one that may only be read, and leave files beside it that may only be read
+    as well, even when the file itself has been mended. Opening and closing it here would end the
+    locks that this process has on it.
+    """
+    return os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def words(error: sqlite3.Error, path: Path | None) -> str | None:

@@ -96,6 +96,7 @@ class Store:
             with self._in_words():
                 self._writer = self._connect()
                 schema.migrate(self._writer)
+                self._check_writable()
         except BaseException as exc:
             self.close()
             if isinstance(exc, sqlite3.Error):
@@ -119,6 +120,12 @@ class Store:
                 connection.close()
                 raise
         return connection
+
+    def _check_writable(self) -> None:
+        # SQLite opens what may only be read, and says so at the first change.
+        self._writer.execute("BEGIN IMMEDIATE")
+        self._writer.execute("UPDATE migrations SET name = name WHERE position = 0")
+        self._writer.execute("ROLLBACK")
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Transaction]:
@@ -209,9 +216,14 @@ class Store:
 def _lock(path: Path) -> IO[bytes]:
     lock_path = path.with_name(path.name + ".lock")
     if not path.parent.is_dir():
-        raise StoreError(f"cannot make {path}: there is no directory {path.parent}; make it first")
+        raise StoreError(f"cannot open {path}: there is no directory {path.parent}; make it first")
     if path.is_dir():
         raise StoreError(f"{path} is a directory; name a file in it")
+    if path.exists() and not disk.may_write(path):
+        raise StoreError(
+            f"{path} cannot be written; let this user write it and the directory, or start on"
+            " another file"
+        )
     try:
         file = open(lock_path, "ab")  # noqa: SIM115  it stays open as long as the store
     except OSError as exc:
