@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEV := $(VENV)/.ready-dev
 PEERS := .peers/.ready
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -17,16 +18,16 @@ demo: $(READY)
 test: lint $(PEERS)
 	$(BIN)/python -m pytest
 
-lint: $(READY)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY)
+format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY)
+bench: $(DEV) $(PEERS)
 	$(BIN)/python -m benchmarks
 
 # A kernel to develop against, on a file in the working directory.
@@ -35,11 +36,15 @@ dev: $(READY)
 
 $(READY): setup.cfg setup.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[kernel]'
 	touch $(READY)
 
+$(DEV): $(READY)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $(DEV)
+
 # The official SDK, to test against; tests that need it say so when it cannot be had.
-$(PEERS): tests/peers.py | $(READY)
+$(PEERS): tests/peers.py | $(DEV)
 	mkdir -p .peers
 	$(BIN)/python -m tests.peers && touch $(PEERS) || echo "the official SDK is not to be had now"
 

@@ -89,12 +89,14 @@ def note_effect(effect: str, subject: str) -> None:
 
 
 def hold_between_tools(done: int) -> None:
-    """Stand still after so many tools in the first attempt, to be killed between two."""
+    """Stand still after so many tools, the first time, to be killed between two."""
     if done == int(os.environ.get("LICENCE_REPORT_HOLD_AFTER", "0")):
-        running = execution()
-        if running.dispatch_attempt == 1:
-            print(json.dumps({"holding": os.getpid()}), file=sys.stderr, flush=True)
-            running.cancelled.wait(30)
+        try:
+            Path(os.environ["LICENCE_REPORT_HELD"]).touch(exist_ok=False)
+        except FileExistsError:
+            return
+        print(json.dumps({"holding": os.getpid()}), file=sys.stderr, flush=True)
+        execution().cancelled.wait(30)
 
 
 class _TraceFile(logging.FileHandler):
