@@ -92,9 +92,13 @@ def file_name(block: Block) -> str | None:
 
 
 def provide_models(stack: contextlib.ExitStack) -> None:
-    from examples.fake_provider import Asked, FakeProvider, Reply, error, text
+    from examples.fake_provider import Asked, FakeProvider, Reply, calls, error, text
 
     def reply(asked: Asked) -> Reply:
+        if asked.results:
+            return text("It ships on Monday.")
+        if "find_order" in asked.tools:
+            return calls("find_order", order_id="A-17")
         return error(503) if asked.model == "overloaded-model" else text("It is snowing.")
 
     provider = stack.enter_context(FakeProvider(reply))
