@@ -16,7 +16,6 @@ from rebuno_sync.kernel import (
     approvals,
     identity,
     keys,
-    metrics,
     policy_cases,
     queries,
     refusals,
@@ -30,6 +29,7 @@ from rebuno_sync.kernel.bodies import MAX_INTEGER, Body
 from rebuno_sync.kernel.hosts import check_origin
 from rebuno_sync.kernel.ids import parse_id
 from rebuno_sync.kernel.live import Hub
+from rebuno_sync.kernel.metrics import CONTENT_TYPE, Metrics
 from rebuno_sync.kernel.store import Store, StoreError, Transaction
 from rebuno_sync.wire import MAX_BODY_BYTES, MAX_STREAM_BYTES, Idempotency, Kind
 
@@ -47,8 +47,16 @@ class Api:
         deadline: how long an execution may take, in seconds; ``None`` for as long as it needs.
     """
 
-    def __init__(self, store: Store, hub: Hub, auth: Authenticator, deadline: float | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        hub: Hub,
+        auth: Authenticator,
+        metrics: Metrics,
+        deadline: float | None,
+    ) -> None:
         self._store = store
+        self._metrics = metrics
         self._hub = hub
         self._auth = auth
         self._deadline = deadline
@@ -115,11 +123,7 @@ class Api:
         return _json({"status": "ready"})
 
     def metrics(self) -> Response:
-        with self._store.read() as tx:
-            text = metrics.render(tx)
-        return Response(text, content_type=metrics.CONTENT_TYPE)
-
-    # Executions, for clients
+        return Response(self._metrics.render(), content_type=CONTENT_TYPE)
 
     def create_execution(self) -> Response:
         self._auth.client(request, "executions:write")

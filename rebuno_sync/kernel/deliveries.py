@@ -18,13 +18,15 @@ _LONGEST_DELAY = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """One attempt, to be delivered now. ``webhook_url`` is ``None`` when the agent is gone."""
+    """One attempt, to be delivered now. ``webhook_url`` is ``None`` when the agent is gone;
+    ``due_at`` is when it could have been delivered, by the kernel's clock."""
 
     dispatch_id: str
     execution_id: str
     agent_id: str
     attempt: int
     lease_timeout: float
+    due_at: float
     webhook_url: str | None
     secret: str = dataclasses.field(repr=False)
 
@@ -41,9 +43,9 @@ def next_due(tx: Transaction, busy_agents: Collection[str] | None) -> float | No
     return min((t for t in times if t is not None), default=None)
 
 
-def reclaim(tx: Transaction) -> None:
-    """Put every dispatch whose lease ran out back into the queue."""
-    tx.run(
+def reclaim(tx: Transaction) -> int:
+    """Put every dispatch whose lease ran out back into the queue; return how many."""
+    return tx.run(
         "UPDATE dispatches SET state = 'pending', available_at = ?"
         " WHERE state = 'in_flight' AND lease_deadline <= ?",
         tx.now,
@@ -85,6 +87,7 @@ def claim(tx: Transaction, busy_agents: Collection[str], lease_timeout: float) -
         agent_id=row["agent_id"],
         attempt=row["attempt"] + 1,
         lease_timeout=timeout,
+        due_at=row["available_at"],
         webhook_url=row["webhook_url"],
         secret=row["secret"] or "",
     )

@@ -20,6 +20,7 @@ from rebuno_sync import signing, wire
 from rebuno_sync.kernel import approvals, deadlines, deliveries
 from rebuno_sync.kernel.clock import Clock
 from rebuno_sync.kernel.deliveries import Claim
+from rebuno_sync.kernel.metrics import Metrics
 from rebuno_sync.kernel.store import Store, StoreError
 
 _log = logging.getLogger(__name__)
@@ -42,12 +43,19 @@ class Dispatcher:
         store: the database.
         clock: the time; when it is moved, what became due happens before the move returns.
         lease_timeout: for agents that were registered without one, in seconds.
+        metrics: told of deliveries and of leases that ran out.
         post: delivers a claimed dispatch; returns the status, or ``None`` when no answer came.
     """
 
     def __init__(
-        self, store: Store, clock: Clock, lease_timeout: float, post: Post | None = None
+        self,
+        store: Store,
+        clock: Clock,
+        lease_timeout: float,
+        metrics: Metrics,
+        post: Post | None = None,
     ) -> None:
+        self._metrics = metrics
         self._store = store
         self._post = post or post_webhook
         self._clock = clock
@@ -95,8 +103,9 @@ class Dispatcher:
             if self._due_in() <= 0:
                 with self._store.write() as tx:
                     deadlines.expire(tx)
-                    deliveries.reclaim(tx)
+                    reclaimed = deliveries.reclaim(tx)
                     approvals.expire(tx)
+                self._metrics.lease_reclaims.inc(reclaimed)
                 while self._deliver_next():
                     pass
 
@@ -164,6 +173,7 @@ class Dispatcher:
             with self._store.write() as tx:
                 if status is not None and 200 <= status < 300:
                     deliveries.delivered(tx, claim)
+                    self._metrics.delivery_seconds.observe(max(0.0, tx.now - claim.due_at))
                 else:
                     deliveries.undelivered(tx, claim, answered=status is not None)
         except Exception as exc:

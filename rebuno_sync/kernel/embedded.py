@@ -20,6 +20,7 @@ from rebuno_sync.kernel.clock import Clock
 from rebuno_sync.kernel.dispatch import Dispatcher, Post
 from rebuno_sync.kernel.hosts import Hosts
 from rebuno_sync.kernel.live import Hub
+from rebuno_sync.kernel.metrics import Metrics
 from rebuno_sync.kernel.page import Page
 from rebuno_sync.kernel.retention import Retention
 from rebuno_sync.kernel.server import Server
@@ -125,6 +126,7 @@ class EmbeddedKernel:
             with store.write() as tx:
                 manifests.apply(tx, entries)
             hub = Hub()
+            metrics = Metrics(store)
             auth = Authenticator(
                 store,
                 self._bearer_token,
@@ -132,13 +134,13 @@ class EmbeddedKernel:
                 self._accept_body_signatures,
                 self._accept_generation_1,
             )
-            app = Api(store, hub, auth, self._deadline).app()
+            app = Api(store, hub, auth, metrics, self._deadline).app()
             app.register_blueprint(Page(store, hub, self._hosts, self._bearer_token).blueprint())
             server = Server(app, self._host, self._port) if self._serve else None
         except BaseException:
             store.close()
             raise
-        dispatcher = Dispatcher(store, self._clock, self._lease_timeout, self._post)
+        dispatcher = Dispatcher(store, self._clock, self._lease_timeout, metrics, self._post)
         store.on_queue = dispatcher.wake
         if server is not None:
             server.start()

@@ -525,14 +525,41 @@ def test_metrics_count_what_there_is(
     webhooks.answer = lambda body: 200
     kernel.advance(10)
     eventually(lambda: figures()["rebuno_dispatches_in_flight"] == 2)
-    assert figures() == {
+    found = figures()
+    assert found['rebuno_delivery_seconds_bucket{le="+Inf"}'] == 2
+    expected = {
         'rebuno_executions{status="cancelled"}': 1,
         'rebuno_executions{status="running"}': 2,
         "rebuno_dispatches_queued": 0,
         "rebuno_dispatch_overdue_seconds": 0,
         "rebuno_dispatches_in_flight": 2,
         "rebuno_approvals_pending": 0,
+        "rebuno_replay_ratio": 0,
+        "rebuno_lease_reclaims_total": 0,
     }
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_metrics_tell_steps_decisions_replays_and_lost_leases(
+    kernel: EmbeddedKernel, caller: Caller, webhooks: Webhooks
+) -> None:
+    execution_id = create(caller)["id"]
+    path = f"/v0/executions/{execution_id}/steps"
+    step = {"kind": "tool_call", "target": "t", "args": {}}
+    lease = webhooks.next()
+    step_id = caller.agent("POST", path, step, lease=lease).json()["step_id"]
+    caller.agent("POST", f"{path}/{step_id}/complete", {"result": 1}, lease=lease)
+    kernel.advance(121)
+    assert caller.agent("POST", path, step, lease=webhooks.next()).json()["decision"] == "replay"
+    text = caller.client("GET", "/metrics").text
+    for row in (
+        'rebuno_steps{kind="tool_call",status="succeeded"} 1.0',
+        'rebuno_submissions{decision="proceed",kind="tool_call"} 1.0',
+        'rebuno_submissions{decision="replay",kind="tool_call"} 1.0',
+        "rebuno_replay_ratio 0.5",
+        "rebuno_lease_reclaims_total 1.0",
+    ):
+        assert row in text.splitlines()
 
 
 # Live output
