@@ -86,6 +86,7 @@ class _Held:
         # A plain attribute: a signal handler may set it while this thread holds any lock.
         self.refusing = False
         self._registered = False
+        self._drained = False
 
     def make(self, agent: AgentCore) -> _Process:
         """Return the agent's part; call with the lock held."""
@@ -104,9 +105,10 @@ class _Held:
         return part
 
     def drain(self, limit: float | None = None) -> bool:
-        """Close every agent at the end of the process, all within the same seconds."""
-        if self is not _held:
+        """Close every agent at the end of the process, all within the same seconds, once."""
+        if self is not _held or self._drained:
             return True
+        self._drained = True
         begin = time.monotonic()
         self.refusing = True
         parts = list(self.parts)

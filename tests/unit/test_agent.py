@@ -938,7 +938,10 @@ def test_one_timeout_for_all_agents_of_a_process() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agent_module, "_held", held)
         patch.setattr(agent_module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-        held.drain()
+        assert held.drain() is True
+        count = len(closed)
+        assert held.drain() is True
+        assert len(closed) == count, "what was given up is not waited for again"
     assert {name for name, _ in closed[:3]} == {"a refuses", "b refuses", "c refuses"}
     timeouts = dict(closed[3:])
     assert now[0] <= 125.0
