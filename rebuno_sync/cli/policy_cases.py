@@ -20,17 +20,22 @@ Values are read as JSON would be: ``no`` and ``2026-01-01`` are text, ``1.50`` i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import yaml
 
 from rebuno_sync import wire
+from rebuno_sync.kernel.policy_budget import TokenBudget
 from rebuno_sync.kernel.policy_cases import Case, CasesError, cases_of, check_keys, text
 from rebuno_sync.wire import Event, Step
 
 #: What the kernel decides by itself, whatever the bundle says.
 _KERNELS_OWN: Final = "__"
+#: What a rule refuses by what was used, not by what the step is.
+_BUDGET_REASONS: Final = frozenset(
+    TokenBudget(1, scope).exceeded for scope in ("execution", "agent", "global")
+)
 
 
 def parse_cases(content: str) -> list[Case]:
@@ -51,8 +56,8 @@ def parse_cases(content: str) -> list[Case]:
 def recorded_cases(agent_id: str, steps: Iterable[Step], events: Iterable[Event]) -> list[Case]:
     """Return the steps of an execution as cases that expect what was decided at the time.
 
-    Left out is what no bundle decides: steps that the kernel refused by rules of its own, and
-    those whose decision is not in the log.
+    Left out is what no bundle decides: steps that the kernel refused by rules of its own or for
+    a token budget, and those whose decision is not in the log.
     """
     decided: dict[str, tuple[str, str]] = {}
     actions = {"allowed": "allow", "denied": "deny", "awaiting_approval": "require_approval"}
@@ -61,6 +66,9 @@ def recorded_cases(agent_id: str, steps: Iterable[Step], events: Iterable[Event]
         if group == "step" and what in actions:
             step_id = str(event.payload.get("step_id"))
             rule = str(event.payload.get("rule_id") or "")
+            error = event.payload.get("error")
+            if isinstance(error, Mapping) and error.get("reason") in _BUDGET_REASONS:
+                rule = _KERNELS_OWN
             decided.setdefault(step_id, (actions[what], rule))
     cases = []
     for step in steps:

@@ -137,3 +137,13 @@ def test_the_steps_of_an_execution_expect_what_was_decided_then() -> None:
         ("asked", "require_approval", b'{"n":1}'),
         ("refused", "deny", b'{"n":1}'),
     ]
+
+
+def test_what_a_budget_refused_is_no_case() -> None:
+    step = Step("s1", "llm_call", "gpt", "denied")
+    error = {"reason": "agent_token_budget_exceeded", "rule_id": "models"}
+    payload = {"step_id": "s1", "rule_id": "models", "error": error}
+    assert recorded_cases("a", [step], [Event(1, "step.denied", payload=payload)]) == []
+    payload = {**payload, "error": {**error, "reason": "policy_denied"}}
+    (case,) = recorded_cases("a", [step], [Event(1, "step.denied", payload=payload)])
+    assert case.decision == "deny"
