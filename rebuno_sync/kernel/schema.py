@@ -202,7 +202,10 @@ MIGRATIONS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
                 used_at REAL NOT NULL
             ) WITHOUT ROWID
             """,
-            "CREATE INDEX token_usage_by_execution ON token_usage (execution_id, rule_id)",
+            """
+            CREATE INDEX token_usage_by_execution
+            ON token_usage (execution_id, rule_id, used_at, tokens)
+            """,
             """
             CREATE INDEX token_usage_by_agent
             ON token_usage (rule_id, agent_id, used_at, tokens)
