@@ -32,6 +32,7 @@ from .errors import (
     ToolError,
     failure_reason,
 )
+from .forks import after_fork
 from .functions import require_plain_function
 from .inputs import InputBinder, InputInvalid, schema_of
 from .kernel_client import KernelClient, Signature
@@ -141,12 +142,10 @@ def drain(limit: float | None = None) -> bool:
     return _held.drain(limit)
 
 
-def _after_fork() -> None:
+@after_fork
+def _renew() -> None:
     global _held
     _held = _Held()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 class AgentCore:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import os
 import random
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import wire
 from .errors import NetworkError, api_error, safe_text
+from .forks import after_fork
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -136,14 +136,12 @@ class _Process:
 _process = _Process()
 
 
-def _after_fork() -> None:
+@after_fork
+def _renew() -> None:
     # A socket shared with the parent would mix up two conversations, and the parent may have
     # held the lock when it forked.
     global _process
     _process = _Process()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def process_session() -> requests.Session:

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from ..forks import after_fork
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -104,7 +106,7 @@ class BackgroundLoop:
 _background: BackgroundLoop | None = None
 #: Of parent processes. Letting one go would have Python complain of its unfinished tasks.
 _left_behind: list[BackgroundLoop] = []
-# Made at import and never held across a fork: see _after_fork.
+# Made at import and never held across a fork: see _renew.
 _starting = threading.Lock()
 
 
@@ -117,12 +119,10 @@ def background_loop() -> BackgroundLoop:
         return _background
 
 
-def _after_fork() -> None:
+@after_fork
+def _renew() -> None:
     global _background, _starting
     if _background is not None:
         _left_behind.append(_background)
     _background = None
     _starting = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)

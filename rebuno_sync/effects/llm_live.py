@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import codecs
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 
 from ..errors import ControlFlow
+from ..forks import after_fork
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +67,11 @@ class Publishers:
 _publishers = Publishers()
 
 
-def _after_fork() -> None:
+@after_fork
+def _renew() -> None:
     # The parent's threads are not here, and one may have held the lock.
     global _publishers
     _publishers = Publishers()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 class LiveChannel:

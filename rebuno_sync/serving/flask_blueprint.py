@@ -53,7 +53,7 @@ def make_app(agent: AgentCore) -> Flask:
     """Return a Flask app that has the agent's webhook and nothing else."""
     from flask import Flask
 
-    app = Flask("rebuno_sync.agent")
+    app = Flask("rebuno_sync.agent", static_folder=None)
     app.register_blueprint(make_blueprint(agent))
     return app
 

@@ -40,7 +40,7 @@ FLOORS: list[set[str]] = [
     {"connections", "wire"},
     {"errors"},
     # What knows nothing of Rebuno.
-    {"functions", "threads", "live_text", "version"},
+    {"functions", "forks", "threads", "live_text", "version"},
 ]
 #: What the embedded kernel takes from the SDK; the last is how the words of a model are read
 #: from its stream, which the kernel's page shows as the command line does.

@@ -21,10 +21,7 @@ def test_the_ways_in() -> None:
     assert isinstance(agent.app, Flask)
     assert agent.app is agent.app
     assert agent.blueprint is agent.blueprint
-    assert [r.rule for r in agent.app.url_map.iter_rules()] == [
-        "/static/<path:filename>",
-        "/webhook",
-    ]
+    assert [r.rule for r in agent.app.url_map.iter_rules()] == ["/webhook"]
 
 
 def test_its_documentation() -> None:
