@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,6 +106,18 @@ class Got:
     headers: dict[str, str]
     content: bytes
     text: str
+
+
+def receive(connection: socket.socket) -> bytes:
+    """Read one request off a connection, so that nothing is left unread when it is closed."""
+    head = b""
+    while b"\r\n\r\n" not in head:
+        head += connection.recv(65536)
+    head, _, body = head.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length:")[2].split()[0])
+    while len(body) < length:
+        body += connection.recv(65536)
+    return body
 
 
 class Web:

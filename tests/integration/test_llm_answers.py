@@ -17,7 +17,17 @@ import pytest
 
 from examples.fake_provider import FakeProvider, dropped, error, raw, text
 from rebuno_sync import ToolError, bind_context, execution, requests_session, tool
-from tests.integration.llm_runs import ASK, WEBS, Got, Seen, Web, agent_under, run, run_twice
+from tests.integration.llm_runs import (
+    ASK,
+    WEBS,
+    Got,
+    Seen,
+    Web,
+    agent_under,
+    receive,
+    run,
+    run_twice,
+)
 from tests.scripted import GENERATION_3, ScriptedKernel, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -46,13 +56,7 @@ def sending(answer: bytes) -> Iterator[str]:
             except OSError:
                 return
             with connection:
-                head = b""
-                while b"\r\n\r\n" not in head:
-                    head += connection.recv(65536)
-                head, _, body = head.partition(b"\r\n\r\n")
-                length = int(head.lower().partition(b"content-length:")[2].split()[0])
-                while len(body) < length:
-                    body += connection.recv(65536)
+                receive(connection)
                 connection.sendall(answer)
 
     thread = threading.Thread(target=serve)

@@ -13,7 +13,7 @@ import pytest
 from examples.fake_provider import FakeProvider, Reply, dropped, error, raw, text
 from rebuno_sync import execution
 from rebuno_sync.effects import llm_call
-from tests.integration.llm_runs import ASK, WEBS, Seen, Web, agent_under, run_twice
+from tests.integration.llm_runs import ASK, WEBS, Seen, Web, agent_under, receive, run_twice
 from tests.scripted import GENERATION_3, ScriptedKernel, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -121,7 +121,7 @@ def test_a_refused_connection_is_tried_again(web: Web) -> None:
             listening.set()
             connection, _ = server.accept()
             with connection:
-                connection.recv(65536)
+                receive(connection)
                 connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
 
     listening = threading.Event()

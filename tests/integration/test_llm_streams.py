@@ -26,7 +26,17 @@ from rebuno_sync import (
 from rebuno_sync.effects import llm_live
 from rebuno_sync.effects.llm_live import MAX_DELTA
 from rebuno_sync.kernel_client import KernelClient
-from tests.integration.llm_runs import ASK, WEBS, Killed, Seen, Web, agent_under, run, run_twice
+from tests.integration.llm_runs import (
+    ASK,
+    WEBS,
+    Killed,
+    Seen,
+    Web,
+    agent_under,
+    receive,
+    run,
+    run_twice,
+)
 from tests.scripted import (
     GENERATION_1,
     GENERATION_2,
@@ -168,7 +178,7 @@ def test_a_stream_that_is_not_chunked_comes_as_it_comes(web: Web) -> None:
     def serve() -> None:
         connection, _ = listener.accept()
         with connection:
-            connection.recv(65536)
+            receive(connection)
             connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
             connection.sendall(b"data: 1\n\n")
             assert more.wait(30)
@@ -258,7 +268,7 @@ def test_a_stream_that_falls_silent_ends_in_the_same_error(web: Web) -> None:
 
     def ask() -> Any:
         came = b""
-        with web.opened(client, fake.url + CHAT, STREAM, timeout=0.3) as response:
+        with web.opened(client, fake.url + CHAT, STREAM, timeout=3.0) as response:
             chunks = web.chunks(response)
             came += next(chunks)
             return came, web.error(lambda: list(chunks))
