@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import importlib.util
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import requests
 
 from examples.fake_provider import Asked, FakeProvider, Reply, load_script
 from examples.support_agent.desk import refunds
@@ -131,7 +133,8 @@ class Desk:
         self._stack = contextlib.ExitStack()
         self._asked_before = 0
         enter = self._stack.enter_context
-        self.slowly = False
+        self.listening = threading.Event()
+        self.listening.set()
         self._provider = enter(FakeProvider(self._reply))
         self.kernel = enter(EmbeddedKernel(lease_timeout=LEASE))
         self.proxy = enter(contextlib.closing(KillingProxy(self.kernel.url)))
@@ -161,8 +164,7 @@ class Desk:
         self._stack.callback(self._stop)
 
     def _reply(self, asked: Asked) -> Reply:
-        reply = SCRIPT(asked)
-        return reply if self.slowly else reply.slow(0.0)
+        return SCRIPT(asked).held(self.listening)
 
     def _stop(self) -> None:
         self._gunicorn.terminate()
@@ -241,21 +243,19 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in found.split()]
 
 
+def skip_unless_installed(loop: str) -> None:
+    needed = NEEDS.get(loop)
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+
+
 @pytest.fixture(scope="module")
 def desk(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Desk]:
-    needed = NEEDS.get(request.param)
-    if needed is not None and importlib.util.find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed")
+    skip_unless_installed(request.param)
     with contextlib.closing(Desk(request.param, tmp_path_factory.mktemp("desk"))) as desk:
         yield desk
-
-
-@pytest.fixture(autouse=True)
-def undisturbed(desk: Desk) -> None:
-    desk.proxy.plan()
-    desk.slowly = False
 
 
 def loops(*names: str) -> Any:
@@ -330,14 +330,37 @@ def test_killed_while_a_person_decides(desk: Desk) -> None:
 
 @loops(*LOOPS)
 def test_the_answer_is_seen_while_it_comes(desk: Desk) -> None:
-    desk.slowly = True
+    """What the command line shows by ``exec watch``; nothing is sent before it listens."""
+    desk.listening.clear()
     execution_id = desk.start(POLICY)
-    pieces: list[str] = []
-    watcher = threading.Thread(
-        target=lambda: pieces.extend(d.data for d in desk.client.stream(execution_id))
+    stream = f"{desk.kernel.url}/v0/executions/{execution_id}/stream"
+    with requests.get(stream, stream=True, timeout=60) as live:
+        desk.listening.set()
+        assert desk.finish(execution_id).output == ANSWER
+        said: list[int] = []
+        for number, line in enumerate(live.iter_lines()):
+            if b"Your " in line or b"back." in line:
+                said.append(number)
+            if b"back." in line:
+                break
+    assert len(said) > 1  # the beginning came before the end
+
+
+def test_the_demo() -> None:
+    """``exec watch`` shows the streamed answer; one model call is asked twice, for the kill."""
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.support_agent.demo"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
-    watcher.start()
-    found = desk.finish(execution_id)
-    watcher.join(60)
-    assert found.output == ANSWER
-    assert "49.00" in "".join(pieces)
+    shown = done.stdout
+    assert done.returncode == 0, shown + done.stderr
+    assert re.search(r"SIGKILL worker \d+, while the model is being asked", shown)
+    assert re.search(r"attempt 2 +2 steps on record", shown)
+    assert "a person approves: A customer asks for money back" in shown
+    live = shown.index(f"test-model │ {ANSWER}")
+    assert live < shown.index("■ completed")
+    assert "4 different things, 5 times in all" in shown
