@@ -98,6 +98,18 @@ class TestKernel(EmbeddedKernel):
         with self.client() as client:
             client.register_agent(agent.agent_id, f"{BASE_URL}/webhook", agent._secret)
 
+    def is_parked(self, execution_id: str) -> bool:
+        """Tell whether an execution waits for a rate limit to refill, which the clock brings."""
+        with self._running().store.read() as tx:
+            # A delivery that failed waits as well, but for real time and in a later attempt.
+            row = tx.one(
+                "SELECT 1 FROM dispatches WHERE execution_id = ? AND state = 'pending'"
+                " AND attempt = 0 AND available_at > ?",
+                execution_id,
+                tx.now,
+            )
+        return row is not None
+
     def _deliver(self, claim: Claim) -> int | None:
         with self._guard:
             agent = self._agents.get(claim.agent_id)

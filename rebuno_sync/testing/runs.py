@@ -23,7 +23,7 @@ Policy = str | Mapping[str, Any]
 
 @dataclasses.dataclass
 class AgentRun:
-    """An execution that has ended, or waits for a person.
+    """An execution that has ended, or waits for a person or for a rate limit.
 
     Attributes:
         kernel: the kernel that it ran on.
@@ -41,7 +41,10 @@ class AgentRun:
 
     @property
     def status(self) -> str:
-        """``completed``, ``failed``, ``cancelled`` or ``blocked``."""
+        """``completed``, ``failed``, ``cancelled``; ``blocked`` while it waits for a person.
+
+        ``running`` while it waits for a rate limit with ``max_wait``; :meth:`advance` the clock.
+        """
         return self.execution.status
 
     @property
@@ -77,13 +80,13 @@ class AgentRun:
         return self.settled()
 
     def settled(self, limit: float = LIMIT) -> AgentRun:
-        """Wait until the execution has ended or waits for a person; return the run as it is.
+        """Wait until the execution has ended or waits for something; return the run as it is.
 
         Raises:
             TimeoutError: neither came about within ``limit`` seconds.
         """
         with self.kernel.client() as client:
-            execution = _wait(client, self.execution.id, limit)
+            execution = _wait(self.kernel, client, self.execution.id, limit)
             events = list(client.events(execution.id))
             began = {
                 e.payload["step_id"]: n for n, e in enumerate(events) if "step_id" in e.payload
@@ -116,7 +119,7 @@ def run_agent(
         limit: how long to wait for the end, in seconds.
 
     Returns:
-        The execution that has ended, or that waits for a person.
+        The execution that has ended, or that waits for a person or for a rate limit.
 
     Raises:
         TimeoutError: it has neither ended nor waits after ``limit`` seconds.
@@ -144,15 +147,15 @@ def begin(
         return AgentRun(kernel, client.create(agent.agent_id, input))
 
 
-def _wait(client: Client, execution_id: str, limit: float) -> Execution:
+def _wait(kernel: TestKernel, client: Client, execution_id: str, limit: float) -> Execution:
     deadline = time.monotonic() + limit
     while True:
         found = client.get(execution_id)
-        if found.done or found.status == "blocked":
+        if found.done or found.status == "blocked" or kernel.is_parked(execution_id):
             return found
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"execution {execution_id} is still {found.status} after {limit:g} s; if it waits "
-                "for a lease or a limit, move the clock with kernel.advance(seconds)"
+                "for a lease, move the clock with kernel.advance(seconds)"
             )
         time.sleep(0.002)
