@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import configparser
+import hashlib
 import os
 import shutil
 import subprocess
@@ -21,10 +23,10 @@ from pathlib import Path
 VERSIONS = ("0.29.2", "0.16.0")
 #: The last releases of the provider libraries that are built on httpx, not on httpx2.
 PROVIDERS_ON_HTTPX = ("openai==2.54.0", "anthropic==0.125.0")
-#: What our own package and its tests need beside them.
-_OURS = ("requests", "flask", "gunicorn", "orjson", "click", "rich", "PyYAML", "google-re2")
-_OURS_TO_TEST = ("pytest", "hypothesis")
-_ROOT = Path(os.environ.get("REBUNO_PEERS") or Path(__file__).resolve().parent.parent / ".peers")
+#: What our tests need beside them, and beside our own package.
+_TO_TEST = ("pytest", "hypothesis")
+_TREE = Path(__file__).resolve().parent.parent
+_ROOT = Path(os.environ.get("REBUNO_PEERS") or _TREE / ".peers")
 _NEEDS = (3, 11)
 
 
@@ -47,8 +49,18 @@ def httpx_python() -> str:
     Raises:
         PeerUnavailable: there is no cached one and none could be made.
     """
-    wanted = [*PROVIDERS_ON_HTTPX, *_OURS, *_OURS_TO_TEST]
-    return _python("httpx", wanted, lambda: sys.executable)
+    wanted = [*PROVIDERS_ON_HTTPX, *_our_requirements(), *_TO_TEST]
+    # Made anew when one of them changes.
+    digest = hashlib.sha256(" ".join(wanted).encode()).hexdigest()[:8]
+    return _python(f"httpx-{digest}", wanted, lambda: sys.executable)
+
+
+def _our_requirements() -> list[str]:
+    """What our package with its kernel needs; it runs from the tree, so it is not installed."""
+    config = configparser.ConfigParser()
+    config.read(_TREE / "setup.cfg", encoding="utf-8")
+    lines = config["options"]["install_requires"] + config["options.extras_require"]["kernel"]
+    return lines.split("\n")[1:]
 
 
 def _python(name: str, wanted: list[str], interpreter: Callable[[], str]) -> str:
