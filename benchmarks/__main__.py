@@ -5,7 +5,8 @@
 Both run the same handler in a process of their own, on the server that comes with each, against
 one loop-back kernel that answers at once. The rounds are interleaved and the median is taken, so
 that what else the machine does hits both. Without the official SDK ours is measured alone. Then
-come many executions on one embedded kernel.
+come the first byte of streamed LLM calls, recorded and bare, and many executions on one embedded
+kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import load
+from benchmarks import llm, load
 from benchmarks.processes import AgentProcess, Kernel, RawSocket, start
 from benchmarks.stages import stages
 from rebuno_sync.version import __version__
@@ -161,6 +162,9 @@ def main() -> None:
         "--steps", type=int, default=400, help="steps a handler takes (default 400)"
     )
     parser.add_argument(
+        "--calls", type=int, default=300, help="LLM calls of each kind (default 300)"
+    )
+    parser.add_argument(
         "--executions", type=int, default=2000, help="how many the load has; 0 for none"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
@@ -168,6 +172,9 @@ def main() -> None:
     console = Console()
     results = measure(given.rounds, given.steps, console)
     show(results, console)
+    with console.status("measuring the first byte of LLM calls"):
+        results["llm"] = llm.first_byte(given.calls)
+    llm.show(results["llm"], console)
     if given.executions:
         found = load.run(given.executions, console)
         load.show(found, console)

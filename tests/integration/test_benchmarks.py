@@ -34,7 +34,7 @@ def test_benchmarks(official: bool, tmp_path: Path) -> None:
         }
     results = tmp_path / "results.json"
     command = [sys.executable, "-m", "benchmarks", "--rounds", "1", "--steps", "5"]
-    command += ["--executions", "20"]
+    command += ["--executions", "20", "--calls", "5"]
     done = subprocess.run(
         [*command, "--json", str(results)],
         cwd=ROOT,
@@ -53,5 +53,6 @@ def test_benchmarks(official: bool, tmp_path: Path) -> None:
             assert all(value > 0 for value in told["medians"][what].values()), what
     assert told["medians"]["raw_pair"]["raw"] > 0
     assert len(told["stages"]) == 4
-    assert told["load"]
+    assert told["load"]["faults"] == []
+    assert {"openai", "requests"} <= set(told["llm"]["libraries"])
     assert ("runs alone" in done.stdout) is not official
