@@ -917,7 +917,7 @@ def test_an_agent_that_will_not_do(change: dict[str, Any], word: str) -> None:
 
 def test_a_secret_is_not_shown() -> None:
     agent = registry.NewAgent("a", "http://x/", "orchard-secret")
-    claim = Claim("d", "e", "a", 1, 1.0, "http://x/", "orchard-secret")
+    claim = Claim("d", "e", "a", 1, 1.0, 2.0, "http://x/", "orchard-secret")
     assert "orchard" not in repr(agent) + repr(claim)
 
 
