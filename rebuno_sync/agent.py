@@ -31,6 +31,7 @@ from .errors import (
     RebunoError,
     ToolError,
     failure_reason,
+    is_interruption,
 )
 from .forks import after_fork
 from .functions import require_plain_function
@@ -47,6 +48,10 @@ H = TypeVar("H", bound=Callable[..., Any])
 
 #: Webhook bodies have four short fields; more bytes than this are refused with 413.
 MAX_WEBHOOK_BYTES = 64 * 1024
+#: From this attempt on a handler that raises ``SystemExit`` fails its execution.
+MAX_EXITS = 5
+#: Wrong signatures are logged no more often than this, in seconds.
+_QUIET_SECONDS = 10.0
 
 
 class Result:
@@ -211,6 +216,7 @@ class AgentCore:
         self.connect(Transport(url, timeout=kernel_timeout))
         self._binder: InputBinder | None = None
         self._process: _Process | None = None
+        self._refused_at = -_QUIET_SECONDS
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.agent_id!r}>"
@@ -251,6 +257,7 @@ class AgentCore:
             scope: entered around the handler, such as a Flask app's ``app_context``.
         """
         if signature is None or not signing.verify_body(self._secret, body, signature):
+            self._note_refused(signature is None)
             return 401, ""
         try:
             dispatch = Dispatch.from_json(wire.decode(body))
@@ -264,6 +271,19 @@ class AgentCore:
         if accepted is Acceptance.CLOSING:
             return 503, "this process is shutting down"
         return 202, "taken" if accepted is Acceptance.TAKEN else "already held"
+
+    def _note_refused(self, unsigned: bool) -> None:
+        """Say in the log that a webhook was refused, but not as often as somebody might send it."""
+        now = time.monotonic()
+        if now - self._refused_at < _QUIET_SECONDS:
+            return
+        self._refused_at = now
+        log.warning(
+            "a webhook for agent %s was refused: %s. If the kernel sent it, the agent is "
+            "registered there with another secret than this process has",
+            self.agent_id,
+            "it has no signature" if unsigned else "its signature is wrong",
+        )
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until no dispatch is queued or running in this process.
@@ -343,12 +363,10 @@ class AgentCore:
         except ControlFlow as signal:
             context.end_with(signal)
             return None
-        except Exception as exc:
-            return self._failed(exc, context, fail)
         except BaseException as exc:
-            # The process or the thread is being ended; the execution has done nothing wrong.
-            log.warning("given up, %s in the handler: %s", type(exc).__name__, lease)
-            return None
+            if is_interruption(exc):
+                return self._interrupted(exc, run, fail)
+            return self._failed(exc, context, fail)
         if context.fatal is not None:
             return fail(failure_reason(context.fatal))
         result = value if isinstance(value, Result) else Result(value)
@@ -361,9 +379,23 @@ class AgentCore:
             return fail(failure_reason(exc))
         return lambda: kernel.complete(context.id, lease, output, state)
 
+    def _interrupted(
+        self, exc: BaseException, run: Run, fail: Callable[[str], Callable[[], None]]
+    ) -> Callable[[], None] | None:
+        """Leave the execution to another attempt: it has done nothing wrong when a worker ends.
+
+        Unless its own code does that to it each time, as ``sys.exit()`` in a library would.
+        """
+        if isinstance(exc, SystemExit) and (run.dispatch.dispatch_attempt or 0) >= MAX_EXITS:
+            log.error("the handler exits in every attempt: %s", run.lease, exc_info=exc)
+            return fail(failure_reason(exc))
+        name = type(exc).__name__
+        log.warning("given up, %s in the handler: %s", name, run.lease, exc_info=exc)
+        return None
+
     def _failed(
         self,
-        exc: Exception,
+        exc: BaseException,
         context: ExecutionContext,
         fail: Callable[[str], Callable[[], None]],
     ) -> Callable[[], None] | None:

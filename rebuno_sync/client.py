@@ -158,9 +158,18 @@ class Client:
 
         Raises:
             TimeoutError: it has not come to that in time.
+            NetworkError: the kernel could not be reached; with a ``timeout``, until it was over.
         """
+        deadline = None if timeout is None else time.monotonic() + timeout
         for pause in _polls(timeout):
-            found = self.get(execution_id)
+            try:
+                found = self.get(execution_id)
+            except NetworkError:
+                # A kernel that restarts is waited for as long as the execution is.
+                if deadline is None or time.monotonic() >= deadline:
+                    raise
+                time.sleep(pause)
+                continue
             if found.done or (until_blocked and found.status == "blocked"):
                 return found
             time.sleep(pause)

@@ -29,6 +29,7 @@ from .errors import (
     RebunoError,
     Terminated,
     ToolError,
+    is_interruption,
 )
 from .kernel_client import KernelClient
 from .lease import Lease, refusal_of
@@ -344,7 +345,10 @@ class ExecutionContext:
         for left in range(effect.retries, -1, -1):
             try:
                 value = effect.body()
-            except Exception as exc:
+            except BaseException as exc:
+                # asyncio.CancelledError and the like are failures of the body as any other.
+                if isinstance(exc, ControlFlow) or is_interruption(exc):
+                    raise
                 error = described(exc)
                 again = f"; {left} more tries" if left else ""
                 log.warning("%s failed (step %s)%s", effect.name, step_id, again, exc_info=exc)

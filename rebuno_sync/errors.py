@@ -223,6 +223,16 @@ class LeaseSuperseded(ControlFlow):
         super().__init__(message)
 
 
+def is_interruption(exc: BaseException) -> bool:
+    """Tell whether ``exc`` ends a thread or the process, rather than the work that it does.
+
+    gevent ends a greenlet by ``GreenletExit``, which is known by its name here.
+    """
+    if isinstance(exc, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+        return True
+    return any(kind.__name__ == "GreenletExit" for kind in type(exc).__mro__)
+
+
 def safe_text(value: object, longest: int = 65_536) -> str:
     """Return ``str(value)`` as valid Unicode, whatever ``value`` does when asked for it.
 

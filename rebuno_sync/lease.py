@@ -191,7 +191,11 @@ class Heartbeats:
             log.exception("heartbeat failed: %s", lease)
         else:
             return lease.interval
-        return min(lease.interval, max(lease.remaining() / 4, 0.05))
+        remaining = lease.remaining()
+        if remaining <= 0:
+            # A kernel that was away cannot have given it to another: asked for as before.
+            return lease.interval
+        return min(lease.interval, max(remaining / 4, lease.interval / 10))
 
 
 def refusal_of(exc: RebunoError) -> ControlFlow | None:

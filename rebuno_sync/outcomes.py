@@ -32,7 +32,7 @@ def encoded(value: Any, name: str) -> tuple[bytes, dict[str, Any] | None]:
     return result, None
 
 
-def described(exc: Exception) -> dict[str, Any]:
+def described(exc: BaseException) -> dict[str, Any]:
     """Return the JSON that is recorded for an exception: its class name and its text."""
     message = safe_text(exc.message if isinstance(exc, ToolError) else exc)
     return {"message": message, "type": type(exc).__name__}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import orjson
-
+from rebuno_sync.kernel import events
 from rebuno_sync.kernel.store import Store, Transaction
 from rebuno_sync.kernel.views import timestamp
 from rebuno_sync.wire import Event
@@ -47,7 +46,7 @@ class Activity:
                     event_seq=row["event_seq"],
                     type=row["type"],
                     execution_id=row["execution_id"],
-                    payload=orjson.loads(row["payload"]),
+                    payload=events.read_payload(row["payload"]),
                     occurred_at=timestamp(row["occurred_at"]),
                 ),
             )

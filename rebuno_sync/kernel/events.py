@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from rebuno_sync import wire
 from rebuno_sync.kernel.store import Transaction
 
 
@@ -54,3 +55,12 @@ def dispatch_payload(
         "status": status,
         "attempt": attempt,
     }
+
+
+def read_payload(text: str) -> dict[str, Any]:
+    """Return a recorded payload; an empty one where it holds JSON deeper than Python reads."""
+    try:
+        payload: dict[str, Any] = wire.decode(text.encode("utf-8"))
+    except ValueError:
+        return {}
+    return payload

@@ -10,7 +10,7 @@ from typing import Final
 
 import orjson
 
-from rebuno_sync.kernel import page_values, queries, refusals
+from rebuno_sync.kernel import events, page_values, queries, refusals
 from rebuno_sync.kernel.page_values import READ, Shown
 from rebuno_sync.kernel.store import Transaction
 
@@ -78,7 +78,7 @@ def approval_card(tx: Transaction, approval_id: str) -> ApprovalCard:
         "SELECT payload FROM events WHERE execution_id = ? AND type = 'step.awaiting_approval'",
         row["execution_id"],
     )
-    told = [orjson.loads(event["payload"]) for event in asked]
+    told = [events.read_payload(event["payload"]) for event in asked]
     return ApprovalCard(
         row=row,
         approvers=orjson.loads(row["approvers"]),

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import orjson
 
+from rebuno_sync.kernel import events
 from rebuno_sync.wire import TERMINAL_EXECUTION
 
 #: The shortest bar that can still be seen, in percent.
@@ -160,7 +161,7 @@ def _begun(record: Record) -> dict[tuple[int, int], Attempt]:
 
     for event in record.deliveries:
         if event["type"] in ("dispatch.acked", "dispatch.failed"):
-            payload = orjson.loads(event["payload"])
+            payload = events.read_payload(event["payload"])
             trace(seqs[payload["dispatch_id"]], payload["attempt"], event["occurred_at"])
     for row in record.submissions:
         trace(row["dispatch_seq"], row["attempt"], row["submitted_at"])
@@ -310,7 +311,7 @@ def _end(record: Record, ordered: Sequence[Attempt]) -> None:
 def _failures(deliveries: Iterable[sqlite3.Row]) -> Iterator[tuple[sqlite3.Row, Any]]:
     for event in deliveries:
         if event["type"] == "dispatch.failed":
-            yield event, orjson.loads(event["payload"])
+            yield event, events.read_payload(event["payload"])
 
 
 def _end_waiting(attempt: Attempt, is_last: bool) -> None:

@@ -20,7 +20,7 @@ _HANDLER_CALL = re.compile(r"/v0/executions/(?!.*/heartbeat$).*")
 _SUBMISSION = re.compile(r"/v0/executions/[^/]+/steps")
 
 
-class Crash(BaseException):
+class Crash(SystemExit):
     """Ends a handler as the death of its process would."""
 
 

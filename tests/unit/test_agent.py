@@ -498,6 +498,43 @@ def test_ends_that_are_not_reported(kernel: ScriptedKernel, error: BaseException
     assert kernel.calls("complete", "fail") == []
 
 
+def test_a_handler_that_exits_in_every_attempt_fails_in_the_end(kernel: ScriptedKernel) -> None:
+    """``sys.exit()`` in a library must not run a handler again for ever."""
+    attempts: list[int | None] = []
+
+    def handler() -> None:
+        attempts.append(execution().dispatch_attempt)
+        sys.exit("no such option")
+
+    with agent_of(kernel, handler) as agent:
+        run = kernel.create()
+        for _ in range(5):
+            assert run.status == "running"
+            kernel.deliver(run)
+            assert agent.join(timeout=30)
+    assert attempts == [1, 2, 3, 4, 5]
+    assert (run.status, run.failure_reason) == ("failed", "agent_error: SystemExit: no such option")
+
+
+def test_an_exception_outside_of_exception_fails_at_once(kernel: ScriptedKernel) -> None:
+    class Stop(BaseException):
+        pass
+
+    run = run_once(kernel, raising(Stop("now")))
+    assert (run.status, run.failure_reason) == ("failed", "agent_error: Stop: now")
+
+
+def test_a_refused_webhook_is_told_in_the_log_but_not_each_time(
+    kernel: ScriptedKernel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with agent_of(kernel, lambda: None) as agent:
+        for _ in range(50):
+            assert agent.deliver(b"{}", "sha256=wrong")[0] == 401
+    (told,) = [r.getMessage() for r in caplog.records if "was refused" in r.getMessage()]
+    assert "another secret" in told
+    assert kernel.secret not in told
+
+
 DECISIONS = [
     {"decision": "blocked", "step_id": "s", "approval_id": "a"},
     {"decision": "execution_blocked"},

@@ -414,6 +414,32 @@ def test_wait_takes_a_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looks == [0.0, 4.0, 10.0]
 
 
+def test_wait_bears_a_kernel_that_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client("http://127.0.0.1:1")
+    away = iter([NetworkError("refused"), NetworkError("refused"), None])
+
+    def get(execution_id: str) -> Any:
+        error = next(away)
+        if error is not None:
+            raise error
+        return client_module.Execution("1", "a", "completed")
+
+    monkeypatch.setattr(client, "get", get)
+    assert client.wait("1", 30.0).done
+
+
+def test_wait_tells_of_a_kernel_that_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client("http://127.0.0.1:1")
+
+    def get(execution_id: str) -> Any:
+        raise NetworkError("refused")
+
+    monkeypatch.setattr(client, "get", get)
+    for timeout in (0.1, None):
+        with pytest.raises(NetworkError, match="refused"):
+            client.wait("1", timeout)
+
+
 def test_wait_until_blocked() -> None:
     policy = lambda kind, target, args: Verdict("require_approval")  # noqa: E731
     with ScriptedKernel(GENERATION_3, policy=policy) as kernel, Client(kernel.url) as client:

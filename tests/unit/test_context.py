@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable
@@ -251,6 +252,32 @@ def test_what_ends_a_process_is_not_recorded(kernel: MemoryKernel, error: BaseEx
     assert kernel.names() == ["submit"]
     with in_execution(kernel) as context:
         assert context.perform(effect(lambda: "again")) == "again"
+
+
+class GreenletExit(BaseException):
+    """Stands for gevent's, which is known by its name."""
+
+
+def test_the_end_of_a_greenlet_is_not_recorded(kernel: MemoryKernel) -> None:
+    with in_execution(kernel) as context, pytest.raises(GreenletExit):
+        context.perform(effect(raising(GreenletExit())))
+    assert kernel.names() == ["submit"]
+
+
+def test_a_cancelled_coroutine_is_a_failure_like_any_other(kernel: MemoryKernel) -> None:
+    """It is no ``Exception``, and left unrecorded the body would run again in every attempt."""
+
+    async def cancelled() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+
+    for _ in range(2):
+        with in_execution(kernel) as context, pytest.raises(ToolError) as caught:
+            context.perform(effect(lambda: asyncio.run(cancelled())))
+        assert caught.value.type == "CancelledError"
+    assert kernel.names().count("fail_step") == 1
 
 
 def test_signals_of_effects_within_a_body_are_not_recorded(kernel: MemoryKernel) -> None:

@@ -207,6 +207,23 @@ def test_failed_beats_are_tried_again_before_the_lease_is_due(
     assert tries[0] == 1000.0 + lease.interval
 
 
+def test_a_lease_that_is_over_is_asked_for_no_more_often_than_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else every worker hammers a kernel that is away, and fills its log."""
+    now = [1000.0]
+    monkeypatch.setattr(lease_module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+
+    def refuse(lease: Lease, patience: float) -> None:
+        raise NetworkError("refused")
+
+    heartbeats = Heartbeats(refuse, "never-started")
+    lease = lease_of(6.0)
+    heartbeats._held.add(lease)
+    now[0] += 60.0
+    assert heartbeats._beat_once(lease) == lease.interval == 2.0
+
+
 def test_an_unexpected_error_costs_no_lease_its_beats(
     kernel: Kernel, heartbeats: Heartbeats, caplog: pytest.LogCaptureFixture
 ) -> None:
