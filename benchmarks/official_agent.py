@@ -1,9 +1,9 @@
 """The agent under measurement, on the official SDK. Run by its own interpreter."""
 
-import resource
 import sys
 import time
 
+from memory import peak_kib  # beside this file, which is run by its path
 from rebuno import Agent, tool
 
 agent = Agent("bench", secret="loop-back", base_url=sys.argv[1])
@@ -21,8 +21,7 @@ async def process(steps: int) -> dict:
     for i in range(steps):
         await search("durable execution in plain Python", i)
     seconds = time.perf_counter() - begin
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return {"seconds": seconds, "peak_rss": usage.ru_maxrss}
+    return {"seconds": seconds, "peak_rss": peak_kib()}
 
 
 agent.run(process, host="127.0.0.1", port=0)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from typing import Any
 
+from benchmarks.memory import peak_kib
 from rebuno_sync import Agent, tool
 
 # The official SDK signs requests, so ours does the same work.
@@ -25,8 +25,7 @@ def process(steps: int) -> dict[str, Any]:
     for i in range(steps):
         search("durable execution in plain Python", i)
     seconds = time.perf_counter() - begin
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return {"seconds": seconds, "peak_rss": usage.ru_maxrss}
+    return {"seconds": seconds, "peak_rss": peak_kib()}
 
 
 agent.run(process, host="127.0.0.1", port=0)

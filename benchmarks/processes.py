@@ -198,7 +198,7 @@ def _raw_request(path: str, value: Any) -> bytes:
 
 def start(python: str, code: str) -> tuple[float, int]:
     """Run ``python -c code``; return its wall seconds and its peak memory in KiB."""
-    peak = "; import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    peak = "\nfrom benchmarks.memory import peak_kib\nprint(peak_kib())"
     begin = time.perf_counter()
     done = subprocess.run(
         [python, "-c", code + peak], cwd=_HERE.parent, check=True, capture_output=True, text=True
