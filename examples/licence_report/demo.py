@@ -11,6 +11,7 @@ import collections
 import http.client
 import json
 import os
+import queue
 import secrets
 import signal
 import socket
@@ -81,12 +82,13 @@ def run(folder: Path) -> int:
         try:
             say(f"gunicorn  http://127.0.0.1:{port}, two workers, master pid {gunicorn.pid}")
             wait_for_http(port)
-            killer = threading.Thread(target=kill_when_holding, args=(gunicorn,), daemon=True)
+            notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+            killer = threading.Thread(target=kill_when_holding, args=(gunicorn, notes), daemon=True)
             killer.start()
             begun = time.monotonic()
             run = client.create(AGENT, {"names": names, "path": str(report)})
             say(f"execution {run.id}: {len(names)} installed distributions\n")
-            attempts = show_until_ended(client, run.id, trace)
+            attempts = show_until_ended(client, run.id, trace, notes)
             found = client.get(run.id)
             took = time.monotonic() - begun
         finally:
@@ -112,26 +114,31 @@ def wait_for_http(port: int) -> None:
             connection.close()
 
 
-def kill_when_holding(gunicorn: subprocess.Popen[str]) -> None:
+def kill_when_holding(gunicorn: subprocess.Popen[str], notes: queue.SimpleQueue[str]) -> None:
     """Send SIGKILL to the worker that says it stands between two tools."""
     assert gunicorn.stderr is not None
     for line in gunicorn.stderr:
         if line.startswith('{"holding"'):
             pid = json.loads(line)["holding"]
             os.kill(pid, signal.SIGKILL)
-            say(f"[bold red]SIGKILL   worker {pid}, between two tools[/]")
-            say(f"          its lease runs out in {LEASE:g} s, then the kernel delivers again\n")
+            notes.put(
+                f"[bold red]SIGKILL   worker {pid}, between two tools[/]\n"
+                f"          its lease runs out in {LEASE:g} s, then the kernel delivers again\n"
+            )
         elif line.strip():
-            say(f"gunicorn  {line.rstrip()}")
+            notes.put(f"gunicorn  {line.rstrip()}")
 
 
-def show_until_ended(client: Client, execution_id: str, trace: Path) -> dict[int, dict[str, int]]:
+def show_until_ended(
+    client: Client, execution_id: str, trace: Path, notes: queue.SimpleQueue[str]
+) -> dict[int, dict[str, int]]:
     """Print each step as it happens; return how many ran and were replayed in each attempt."""
     attempts: dict[int, dict[str, int]] = collections.defaultdict(collections.Counter)
     deadline = time.monotonic() + LIMIT
     shown = 0
     while True:
         ended = client.get(execution_id).done
+        noted = notes.qsize()
         rows = list(lines(trace))
         for row in rows[shown:]:
             attempt, outcome = row["dispatch_attempt"], row["outcome"]
@@ -143,6 +150,9 @@ def show_until_ended(client: Client, execution_id: str, trace: Path) -> dict[int
                 word = {"recorded": "ran"}.get(outcome, outcome)
                 say(f"  [{style}]{word:9}[/] {row['target']:14} step {row['step_id'][:12]}")
         shown = len(rows)
+        # What was noted before the rows were read stands behind them.
+        for _ in range(noted):
+            say(notes.get())
         if ended:
             return attempts
         if time.monotonic() > deadline:
