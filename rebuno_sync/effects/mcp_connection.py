@@ -275,15 +275,17 @@ async def _timed(work: Any, timeout: float | None) -> Any:
 
 
 async def _list_tools(client: Any) -> list[Any]:
-    """List every page, in the ways in which the libraries do it."""
-    listed = await client.list_tools()
+    """Ask the server for its tools, every page, in the ways in which the libraries do it."""
+    known = inspect.signature(client.list_tools).parameters
+    # Clients may answer out of a cache, and then it is not known whether the server is there.
+    anew = {"cache_mode": "refresh"} if "cache_mode" in known else {}
+    listed = await client.list_tools(**anew)
     if isinstance(listed, list):
         return listed
     found = list(listed.tools)
-    by_cursor = "cursor" in inspect.signature(client.list_tools).parameters
     while cursor := field(listed, "next_cursor", "nextCursor"):
-        if by_cursor:
-            listed = await client.list_tools(cursor=cursor)
+        if "cursor" in known:
+            listed = await client.list_tools(cursor=cursor, **anew)
         else:
             from mcp.types import PaginatedRequestParams
 

@@ -59,13 +59,20 @@ else:
 
     options = {}
 
+if options:
+    server = Server("test-server")
+else:
+    from mcp.server.caching import CacheHint
+
+    # Clients may answer for the list of tools themselves for a long time.
+    server = Server("test-server", cache_hints={"tools/list": CacheHint(ttl_ms=3_600_000)})
+
 
 def picture() -> list[Any]:
     """Draw something."""
     return ["Here it is:", Image(data=b"\x89PNG", format="png")]
 
 
-server = Server("test-server")
 server.tool(annotations=Hints(readOnlyHint=True))(add)
 server.tool(annotations=Hints(idempotentHint=True))(greet)
 server.tool(annotations=Hints(destructiveHint=True))(die)

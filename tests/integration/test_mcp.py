@@ -22,9 +22,12 @@ import pytest
 from fastmcp.client.transports import StdioTransport
 from mcp.client.session import ClientSession
 from mcp.client.stdio import StdioServerParameters, stdio_client
+from mcp.server import Server
 from mcp.server.mcpserver import MCPServer
+from mcp.types import ListToolsResult, PaginatedRequestParams
 
 from rebuno_sync import PolicyError, ToolError, step
+from rebuno_sync.context import execution_or_none
 from rebuno_sync.effects.background import background_loop
 from rebuno_sync.effects.mcp import McpConnection, mcp_result, wrap_mcp_tool, wrap_mcp_tools
 from tests.running import Running, given_up_once, running
@@ -129,6 +132,27 @@ def test_lists_and_calls(connection: McpConnection) -> None:
     assert value(connection.call_tool("add", {"a": 2, "b": 40})) == 42
 
 
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+def test_every_page_of_the_tools_is_read(mode: str) -> None:
+    pages = {None: ("a", "1"), "1": ("b", "2"), "2": ("c", None)}
+
+    async def list_tools(context: Any, params: PaginatedRequestParams | None) -> ListToolsResult:
+        name, after = pages[None if params is None else params.cursor]
+        tool = mcp.Tool(name=name, input_schema={"type": "object"})
+        return ListToolsResult(tools=[tool], next_cursor=after)
+
+    server = Server("pages", on_list_tools=list_tools)
+
+    @contextlib.asynccontextmanager
+    async def bare_session() -> AsyncIterator[ClientSession]:
+        async with mcp.Client(server, mode=mode) as client:
+            yield client.session
+
+    for source in (mcp.Client(server, mode=mode), bare_session):
+        with McpConnection(source) as connection:
+            assert [tool["name"] for tool in connection.list_tools()] == ["a", "b", "c"]
+
+
 def test_one_session_serves_many_threads(connection: McpConnection) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda n: value(connection.call_tool("add", {"a": n})), range(40)))
@@ -170,6 +194,7 @@ def test_a_server_that_died_idle_is_started_again(connection: McpConnection) -> 
     for repeatable in (True, False, True):
         pid = value(connection.call_tool("pid", {}, repeatable=repeatable))
         pids.add(pid)
+        connection.list_tools()  # which a client might remember
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda pid=pid: not alive(pid))
     assert len(pids) == 3
@@ -474,18 +499,19 @@ def test_overrides_and_names_that_are_not_there(server: McpConnection) -> None:
 
 def test_an_in_process_server() -> None:
     local = MCPServer("local")
-    threads: list[str] = []
+    seen: list[Any] = []
 
     @local.tool()
     def whisper(word: str) -> str:
-        threads.append(threading.current_thread().name)
+        seen.append(execution_or_none())
         return word.lower()
 
     with McpConnection(local) as connection:
         (tool,) = wrap_mcp_tools(connection)
         with running(lambda: tool(word="HUSH")) as found:
             assert found.output() == "hush"
-    assert len(threads) == 1
+    # The session outlives the execution that came first, and must not hold on to it.
+    assert seen == [None]
 
 
 def test_an_in_process_fastmcp_server() -> None:
