@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-import time
+import threading
 
 import pytest
 
@@ -119,8 +119,10 @@ def test_each_test_has_a_kernel_of_its_own(rebuno_client: Client) -> None:
 
 def test_a_run_that_does_not_end_says_so(agent: Agent) -> None:
     slow = Agent("slow")
-    slow.bind(lambda: time.sleep(1.0))
+    release = threading.Event()
+    slow.bind(lambda: release.wait(30))
     with TestKernel() as kernel:
         with pytest.raises(TimeoutError, match="still running"):
             run_alone(slow, kernel=kernel, limit=0.01)
-        slow.join(30)
+        release.set()
+        assert slow.join(30)
