@@ -22,7 +22,7 @@ MESSAGES = [{"role": "user", "content": "How is the weather in Tromsø?"}]
 ASK = {"model": "test-model", "messages": MESSAGES}
 
 
-class Killed(BaseException):
+class Killed(SystemExit):
     """Ends an attempt as a killed process would: nothing is reported."""
 
 
