@@ -154,8 +154,8 @@ def _figure(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def main() -> None:
-    """Measure, show, and write the JSON that was asked for."""
+def main() -> int:
+    """Measure, show, and write the JSON that was asked for; 1 when the load found a fault."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default 9)")
     parser.add_argument(
@@ -181,7 +181,8 @@ def main() -> None:
         results["load"] = load.as_json(found)
     if given.json is not None:
         given.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return 1 if results.get("load", {}).get("faults") else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

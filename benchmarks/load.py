@@ -37,6 +37,8 @@ SECRET = "a-secret-for-the-load"
 OUTSTANDING = 32
 #: The longest that one execution may take, in seconds.
 LIMIT = 120.0
+#: The kernel's memory after all may be so much of what it was after two fifths.
+GROWTH = 1.15
 _STEP = ["step.proposed", "step.allowed", "step.executing", "step.succeeded"]
 _LOG = [
     *("execution.created", "execution.started", "dispatch.queued", "dispatch.acked"),
@@ -92,6 +94,8 @@ def run(executions: int, console: Console) -> Load:
             faults += _faults(execution_id, events)
             latencies.append(_latency_ms(events))
             progress.advance(task)
+    if len(memory) == 5 and memory[4] > memory[1] * GROWTH:
+        faults.append(f"the kernel's memory grew from {memory[1]:.0f} to {memory[4]:.0f} MiB")
     return Load(executions, seconds, latencies, memory, faults)
 
 

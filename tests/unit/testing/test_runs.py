@@ -7,10 +7,11 @@ import threading
 
 import pytest
 
-from rebuno_sync import Agent, Client, ForbiddenError, step, tool
+from rebuno_sync import Agent, Client, ForbiddenError, execution, step, tool
 from rebuno_sync.testing import TestKernel
 from rebuno_sync.testing.plugin import RunAgent
 from rebuno_sync.testing.runs import run_agent as run_alone
+from tests.scripted import wait_until
 
 ASK = {
     "default_action": "allow",
@@ -87,6 +88,31 @@ def test_an_approval_runs_out_when_the_clock_is_moved(run_agent: RunAgent, agent
     assert (run.status, run.failure_reason) == ("failed", "approval_timeout")
     with pytest.raises(LookupError):
         run.grant()
+
+
+def test_a_lease_runs_out_when_the_clock_is_moved(
+    run_agent: RunAgent, rebuno_kernel: TestKernel
+) -> None:
+    dying = Agent("dying")
+    attempts: list[int | None] = []
+
+    @dying.handler
+    def handle() -> str:
+        attempts.append(execution().dispatch_attempt)
+        said = pay(5)
+        if len(attempts) == 1:
+            raise SystemExit("as when a worker is killed")
+        return said
+
+    rebuno_kernel.attach(dying)
+    with rebuno_kernel.client() as client:
+        created = client.create("dying", None)
+        wait_until(lambda: attempts)
+        assert dying.join(30)
+        assert client.get(created.id).status == "running"
+        rebuno_kernel.advance(121)
+        assert client.wait(created.id, timeout=30).output == "paid 5"
+    assert attempts == [1, 2]
 
 
 def test_a_limit_that_parks_goes_on_when_the_clock_is_moved(run_agent: RunAgent) -> None:
