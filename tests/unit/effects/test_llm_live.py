@@ -65,6 +65,35 @@ def channel_to(kernel: Kernel) -> LiveChannel:
     return LiveChannel(kernel.send)
 
 
+def test_the_numbers_are_those_of_the_protocol() -> None:
+    """PROTOCOL 11; the other tests here count in the module's own names."""
+    assert llm_live.MAX_DELTA == 1750  # characters
+    assert llm_live.FLUSH_AT == 2000  # characters
+    assert llm_live.FLUSH_AFTER == 0.05  # seconds
+
+
+def test_a_kernel_that_hangs_holds_the_caller_for_a_second_at_most(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one wait of ``close`` is given that bound; it is looked at here, not waited for."""
+    assert llm_live.LAST_FLUSH == 1.0  # seconds
+    kernel.open.clear()
+    channel = channel_to(kernel)
+    channel.feed(b"text")
+    assert kernel.arrived.wait(30)
+    bounds: list[float | None] = []
+
+    def over(condition: Callable[[], object], timeout: float | None = None) -> bool:
+        bounds.append(timeout)
+        return bool(condition())
+
+    with monkeypatch.context() as patched:
+        patched.setattr(channel._changed, "wait_for", over)
+        channel.close()
+    kernel.open.set()
+    assert bounds == [1.0]
+
+
 @settings(max_examples=30)
 @given(st.lists(st.binary(max_size=3000), max_size=8), st.text(max_size=4000))
 def test_everything_arrives_in_order_in_small_pieces(chunks: list[bytes], text: str) -> None:
