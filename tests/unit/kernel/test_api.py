@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -10,8 +12,9 @@ from typing import Any
 import pytest
 
 from rebuno_sync import signing
-from rebuno_sync.kernel import EmbeddedKernel
-from tests.unit.kernel.agent_double import Caller, Webhooks, eventually
+from rebuno_sync.kernel import EmbeddedKernel, dispatch
+from rebuno_sync.kernel.clock import Clock
+from tests.unit.kernel.agent_double import PATIENCE, Caller, Webhooks, eventually
 from tests.unit.kernel.conftest import manifest
 
 NOTHING = str(uuid.uuid4())
@@ -538,6 +541,40 @@ def test_metrics_count_what_there_is(
         "rebuno_lease_reclaims_total": 0,
     }
     assert {name: found[name] for name in expected} == expected
+
+
+def test_metrics_tell_how_long_the_queue_has_been_overdue(
+    kernels: Callable[..., EmbeddedKernel], webhooks: Webhooks
+) -> None:
+    standing = Clock(source=lambda: 1_790_000_000.0)  # moved by the test alone
+    kernel = kernels(manifest=manifest(webhooks), clock=standing)
+    release = threading.Event()
+    webhooks.answer = lambda body: 200 if release.wait(PATIENCE) else 500
+
+    with contextlib.closing(Caller(kernel.url)) as caller:
+
+        def figure(name: str) -> float:
+            rows = caller.client("GET", "/metrics").text.splitlines()
+            (row,) = (row for row in rows if row.startswith(f"rebuno_{name} "))
+            return float(row.rsplit(" ", 1)[1])
+
+        def overdue() -> float:
+            return figure("dispatch_overdue_seconds")
+
+        # As many as one agent is sent at a time, none of which it answers.
+        for _ in range(dispatch._MAX_DELIVERIES_PER_AGENT):
+            create(caller)
+            webhooks.next()
+        assert (figure("dispatches_queued"), overdue()) == (0, 0)
+        create(caller)
+        kernel.advance(4)
+        assert (figure("dispatches_queued"), overdue()) == (1, 4)
+        create(caller)
+        kernel.advance(6)
+        assert (figure("dispatches_queued"), overdue()) == (2, 10)
+        release.set()
+        eventually(lambda: figure("dispatches_queued") == 0)
+        assert overdue() == 0
 
 
 def test_metrics_tell_steps_decisions_replays_and_lost_leases(
