@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 
 import pytest
 
@@ -37,6 +38,20 @@ def test_a_silent_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(live, "KEEP_ALIVE", 0.001)
     subscription = Hub().subscribe("e")
     assert [next(subscription) for _ in range(2)] == [b": connected\n\n", b": keep-alive\n\n"]
+
+
+def test_a_stream_is_silent_for_15_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    subscription = Hub().subscribe("e")
+    next(subscription)
+    waits: list[float] = []
+
+    def nothing_came(timeout: float) -> bytes:
+        waits.append(timeout)
+        raise queue.Empty
+
+    monkeypatch.setattr(subscription._frames, "get", nothing_came)
+    assert [next(subscription) for _ in range(2)] == [b": keep-alive\n\n"] * 2
+    assert waits == [15.0, 15.0]
 
 
 def test_nothing_is_left_of_closed_subscriptions() -> None:

@@ -25,7 +25,7 @@ rules:
   - {id: ask, when: {target: pay}, then: {decision: require_approval}}
   - {id: rest, when: {target: '*'}, then: {decision: allow}}
 """
-STEPS = {
+STEPS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fetch": (RUNNING, "succeeded", {"result": '{"pages": 3}', "completed_at": THEN + 2}),
     "count": (RUNNING, "executing", {}),
     "pay": (BLOCKED, "awaiting_approval", {"started_at": None, "rule_id": None}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rebuno_sync.kernel import EmbeddedKernel
+from rebuno_sync.kernel import EmbeddedKernel, live
 from rebuno_sync.wire import MAX_BODY_BYTES
 from tests.unit.kernel.agent_double import PATIENCE, Caller, Webhooks, eventually
 
@@ -196,6 +197,64 @@ def test_live_output_for_a_client_of_http_1_0(
         body = {"seq": 0, "data": "x"}
         caller.agent("POST", f"{path}/steps/{step_id}/stream", body, lease=lease)
         assert lines.readline().startswith(b"data: {")
+
+
+def test_a_silent_stream_keeps_its_connection(
+    kernel: EmbeddedKernel, caller: Caller, webhooks: Webhooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "KEEP_ALIVE", 0.01)
+    path, _, _ = running_step(caller, webhooks)
+    with caller.session.get(f"{kernel.url}{path}/stream", stream=True, timeout=PATIENCE) as stream:
+        lines = stream.iter_lines()
+        assert [next(lines) for _ in range(5)] == [
+            b": connected",
+            b"",
+            b": keep-alive",
+            b"",
+            b": keep-alive",
+        ]
+
+
+def test_a_watcher_that_never_reads_slows_nobody(
+    kernel: EmbeddedKernel, caller: Caller, webhooks: Webhooks
+) -> None:
+    parts = kernel._running()
+    assert parts.server is not None
+    # Connections get these small buffers from their listener, so that an unread one soon is full.
+    parts.server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    path, step_id, lease = running_step(caller, webhooks)
+    address = urlsplit(kernel.url)
+    with contextlib.ExitStack() as stack:
+        deaf = stack.enter_context(socket.socket())
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        deaf.settimeout(PATIENCE)
+        deaf.connect((address.hostname, address.port))
+        deaf.sendall(f"GET {path}/stream HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert deaf.recv(1, socket.MSG_PEEK) == b"H"  # it watches, and has read nothing
+        (unread,) = parts.hub._subscriptions[path.rpartition("/")[2]]
+        session = stack.enter_context(contextlib.closing(Caller(kernel.url))).session
+        stream = session.get(f"{kernel.url}{path}/stream", stream=True, timeout=PATIENCE)
+        stack.callback(stream.close)
+
+        seen: list[int] = []
+        last = live._BACKLOG + 150
+
+        def read() -> None:
+            for line in stream.iter_lines(chunk_size=1 << 14):
+                if line.startswith(b"data: "):
+                    seen.append(json.loads(line[6:])["seq"])
+                    if seen[-1] == last:
+                        return
+
+        reading = threading.Thread(target=read, daemon=True)
+        reading.start()
+        for seq in range(last + 1):
+            body = {"seq": seq, "data": "x" * 7000}
+            sent = caller.agent("POST", f"{path}/steps/{step_id}/stream", body, lease=lease)
+            assert sent.status_code == 204
+        assert unread._frames.full(), "the watcher was never behind"
+        reading.join(PATIENCE)
+        assert seen[-50:] == list(range(last - 49, last + 1))
 
 
 def test_stopping_ends_what_is_open(
