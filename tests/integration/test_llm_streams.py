@@ -127,6 +127,37 @@ def test_a_stream_is_passed_on_as_it_comes_and_recorded_at_its_end(
     assert len(fake.asked) == 1
 
 
+@pytest.mark.parametrize("generation", [GENERATION_1, GENERATION_2, GENERATION_3], ids=str)
+def test_the_first_chunk_waits_for_two_kernel_requests_at_most(
+    web: Web, generation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted up to when the caller has the chunk in hand, all that goes to the kernel included."""
+    # A delta that falls due meanwhile on a slow machine holds nobody up: let none fall due.
+    monkeypatch.setattr(llm_live, "FLUSH_AFTER", 1e6)
+    more = threading.Event()
+    made: list[list[str]] = []
+
+    def ask() -> bytes:
+        before = len(kernel.requests)
+        with web.opened(client, fake.url + CHAT, STREAM) as response:
+            chunks = web.chunks(response)
+            first = next(chunks)
+            made.append(kernel.calls()[before:])
+            more.set()
+            return first + b"".join(chunks)
+
+    with (
+        ScriptedKernel(generation) as kernel,
+        FakeProvider([text(*WORDS).held(more, after=1)]) as fake,
+        web.client() as client,
+    ):
+        seen = run(kernel, ask)
+    (calls,) = made
+    assert "submit" in calls
+    assert len(calls) <= 2, calls
+    assert seen.values[0].endswith(b"data: [DONE]\n\n")
+
+
 def test_a_stream_has_the_recorded_headers_and_no_other(web: Web) -> None:
     def ask() -> dict[str, str]:
         with web.opened(client, fake.url + CHAT, STREAM) as response:
