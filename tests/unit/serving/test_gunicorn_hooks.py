@@ -13,7 +13,7 @@ from rebuno_sync import Agent
 from rebuno_sync.serving import gunicorn_hooks as hooks
 from rebuno_sync.signing import sign_body
 
-agent = Agent("a", secret="s", base_url="http://127.0.0.1:9", shutdown_timeout=30)
+agent = Agent("a", secret="s", base_url="http://127.0.0.1:9", shutdown_timeout=WAITS)
 agent.bind(lambda: None)
 worker = types.SimpleNamespace(cfg=types.SimpleNamespace(timeout=TIMEOUT), pid=1)
 
@@ -24,8 +24,8 @@ def deliver(number=[0]):
 """
 
 
-def run(script: str, timeout: float = 30.0) -> str:
-    code = PRELUDE.replace("TIMEOUT", str(timeout)) + script
+def run(script: str, timeout: float = 30.0, waits: float = 0.0) -> str:
+    code = PRELUDE.replace("TIMEOUT", str(timeout)).replace("WAITS", str(waits)) + script
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
@@ -68,6 +68,7 @@ print("gone", flush=True)
 os._exit(0)
 """,
         timeout=3.0,
+        waits=30.0,
     )
     assert told == "gone\n"
 
