@@ -77,7 +77,8 @@ def encode(value: Any, root: str) -> bytes:
     Objects keep their order, text is raw UTF-8, floats have the shortest text that reads back
     the same, integers have any size. Values beyond plain JSON are written so: tuples as lists;
     dataclasses and pydantic models as objects; enum members as their value; ``datetime``,
-    ``date`` and ``time`` as ISO 8601; ``UUID`` and ``Decimal`` as text.
+    ``date`` and ``time`` as ISO 8601; ``UUID`` and ``Decimal`` as text. Sets have no form, in a
+    model neither: their order differs between processes.
 
     Args:
         value: what to encode.
@@ -149,12 +150,26 @@ def _convert(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if hasattr(type(value), "__pydantic_validator__") and hasattr(value, "model_dump"):
+        _refuse_sets(value.model_dump(), type(value).__name__)
         return value.model_dump(mode="json")
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, (list, tuple)):
         return list(value)
     return _NO_FORM
+
+
+def _refuse_sets(dumped: Any, path: str) -> None:
+    # Pydantic writes a set in its own order, which differs between processes: the arguments
+    # would name another step after a restart.
+    if isinstance(dumped, (set, frozenset)):
+        raise TypeError(f"{path} is a {type(dumped).__name__}; serialize it as a sorted list")
+    if isinstance(dumped, dict):
+        for key, value in dumped.items():
+            _refuse_sets(value, f"{path}.{key}")
+    elif isinstance(dumped, (list, tuple)):
+        for i, value in enumerate(dumped):
+            _refuse_sets(value, f"{path}[{i}]")
 
 
 def _advice(value: Any) -> str:
