@@ -320,11 +320,7 @@ class ExecutionContext:
         raise unknown(answer)
 
     def _run(self, step_id: str, effect: Effect) -> Replayed:
-        deadline = None
-        if effect.timeout is not None:
-            record = functools.partial(self.record_failure, step_id, effect.name)
-            overdue = functools.partial(self._note_running, 0)
-            deadline = Deadline(effect.timeout, effect.name, record, overdue)
+        deadline = self._deadline(step_id, effect)
         try:
             with self.running():
                 result, error = self._outcome(step_id, effect, deadline)
@@ -336,6 +332,19 @@ class ExecutionContext:
         if error is not None:
             return self.record_failure(step_id, effect.name, error)
         return self.record(step_id, effect.name, result)
+
+    def _deadline(self, step_id: str, effect: Effect) -> Deadline | None:
+        if effect.timeout is None:
+            return None
+        record = functools.partial(self.record_failure, step_id, effect.name)
+        overdue = functools.partial(self._note_running, 0)
+        try:
+            return Deadline(effect.timeout, effect.name, record, overdue)
+        except RuntimeError as exc:
+            # No thread to be had, as while the interpreter ends. The kernel takes the body for
+            # running: leaving it out now would make the outcome of an at-most-once step unknown.
+            log.warning("%s runs without its time-out: %s (step %s)", effect.name, exc, step_id)
+            return None
 
     def _outcome(
         self, step_id: str, effect: Effect, deadline: Deadline | None

@@ -734,6 +734,21 @@ def test_a_timeout_after_the_outcome_was_recorded_elsewhere(kernel: MemoryKernel
     assert found == "theirs"
 
 
+def test_a_time_that_nobody_can_watch(
+    kernel: MemoryKernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel has said proceed; without the body the outcome would be unknown."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with in_execution(kernel) as context:
+        assert context.perform(at_most_once(lambda: "paid", timeout=1000)) == "paid"
+    assert kernel.names() == ["submit", "complete_step"]
+    assert any("runs without its time-out" in r.getMessage() for r in caplog.records)
+
+
 # Reconciling
 
 
