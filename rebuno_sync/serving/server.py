@@ -15,6 +15,8 @@ def serve(
     app: Flask, *, host: str, port: int, workers: int, threads: int, shutdown_timeout: float
 ) -> None:
     """Serve ``app`` until SIGTERM or SIGINT; see :meth:`rebuno_sync.Agent.run`."""
+    from . import gunicorn_hooks
+
     try:
         from gunicorn.app.base import BaseApplication
     except ImportError:  # gunicorn needs fcntl, which some systems have not
@@ -29,12 +31,16 @@ def serve(
         # gunicorn kills a worker that takes longer than this to go; handlers end before.
         "graceful_timeout": int(shutdown_timeout) + 5,
         "timeout": int(shutdown_timeout) + 30,
+        # One for every server of a user, below HOME; newer versions have it.
+        "control_socket_disable": True,
+        **{name: getattr(gunicorn_hooks, name) for name in gunicorn_hooks.__all__},
     }
 
     class Application(BaseApplication):
         def load_config(self) -> None:
             for name, value in settings.items():
-                self.cfg.set(name, value)
+                if name in self.cfg.settings:
+                    self.cfg.set(name, value)
 
         def load(self) -> Any:
             return app

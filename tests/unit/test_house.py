@@ -22,7 +22,8 @@ ROOT = PACKAGE.name
 #: The SDK from top to bottom; every module of it has its floor.
 FLOORS: list[set[str]] = [
     {"serving.web_agent"},
-    {"serving.flask_blueprint", "serving.server", "serving.gunicorn_hooks"},
+    {"serving.flask_blueprint", "serving.server"},
+    {"serving.gunicorn_hooks"},
     {"agent"},
     {"workers", "inputs"},
     # Effects record through the context; the agent knows none of them.

@@ -137,6 +137,23 @@ def test_run_without_work_ends_at_once(kernel: ScriptedKernel) -> None:
         assert server.terminate() == 0
 
 
+def test_two_servers_of_one_user(
+    kernel: ScriptedKernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither leaves anything in the user's home, nor takes the other's place there."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    command = ("-c", RUN.format(workers=1))
+    with started(kernel, *command) as one, started(kernel, *command) as two:
+        for server in (one, two):
+            kernel.agent_url = f"{server.url()}/webhook"
+            run = kernel.create({})
+            assert kernel.deliver(run).status == 202
+            assert finished(kernel, run)["end"] == "done"
+        assert (one.terminate(), two.terminate()) == (0, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_run_without_gunicorn(kernel: ScriptedKernel) -> None:
     script = f"""
 import sys
