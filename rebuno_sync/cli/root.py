@@ -12,7 +12,6 @@ from rebuno_sync.cli.approvals import approvals
 from rebuno_sync.cli.dev import dev
 from rebuno_sync.cli.doctor.command import doctor
 from rebuno_sync.cli.executions import executions
-from rebuno_sync.cli.interrupts import insistent
 from rebuno_sync.cli.keys import keys
 from rebuno_sync.cli.policies import policy
 from rebuno_sync.cli.session import Exit, failure_of, kernel_options
@@ -33,8 +32,7 @@ class Root(click.Group):
 
     def invoke(self, context: click.Context) -> Any:
         try:
-            with insistent():
-                return super().invoke(context)
+            return super().invoke(context)
         except RebunoError as exc:
             raise failure_of(exc) from exc
         except (KeyboardInterrupt, click.Abort):
