@@ -150,7 +150,7 @@ def in_a_circle() -> Exception:
 
 def with_notes() -> Exception:
     error = ValueError("noted")
-    error.__notes__ = [object()]  # type: ignore[attr-defined, list-item]
+    error.__notes__ = [object()]  # type: ignore[attr-defined]
     return error
 
 
@@ -694,7 +694,7 @@ class _Watched(Lease):
         super().__init__(dispatch())
 
     @property
-    def paused(self) -> bool:  # type: ignore[override]
+    def paused(self) -> bool:
         return self._paused
 
     @paused.setter

@@ -289,8 +289,8 @@ def test_a_page_in_place_of_an_answer(body: bytes) -> None:
         status("425 Early"),
         status("429 Many"),
         hangs_up,
-        lambda connection: connection.answer(b"{", length=500) or connection.reset(),  # type: ignore[func-returns-value]
-        lambda connection: connection.sock.sendall(b"garbage\r\n\r\n") or connection.reset(),  # type: ignore[func-returns-value]
+        lambda connection: connection.answer(b"{", length=500) or connection.reset(),
+        lambda connection: connection.sock.sendall(b"garbage\r\n\r\n") or connection.reset(),
     ],
     ids=["500", "502", "503", "504", "408", "425", "429", "reset", "truncated", "garbage"],
 )

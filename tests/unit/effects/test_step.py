@@ -90,7 +90,7 @@ def test_keywords_reach_the_effect(kernel: MemoryKernel) -> None:
             lambda: 1,
             {"n": 1},
             idempotency="at_most_once",
-            reconcile=lambda step_id, args: [step_id, args],  # type: ignore[arg-type, return-value]
+            reconcile=lambda step_id, args: [step_id, args],
         )
         assert found == ["s", {"n": 1}]
     assert submitted(kernel)[2][3] == "at_most_once"

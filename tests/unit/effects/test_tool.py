@@ -259,7 +259,7 @@ def test_denied(kernel: MemoryKernel) -> None:
         with pytest.raises(PolicyError) as caught:
             strict()
         assert caught.value.tool == "strict"
-        assert lenient() == "lenient.tool not allowed. reason: policy_denied"  # type: ignore[func-returns-value]
+        assert lenient() == "lenient.tool not allowed. reason: policy_denied"
 
 
 def test_what_cannot_be_a_tool() -> None:
@@ -269,7 +269,7 @@ def test_what_cannot_be_a_tool() -> None:
         with pytest.raises(TypeError, match="coroutine function"):
             tool("t")(wrong)
     with pytest.raises(TypeError, match="put @tool beneath @staticmethod"):
-        tool("t")(staticmethod(lambda: 1))  # type: ignore[arg-type]
+        tool("t")(staticmethod(lambda: 1))
 
 
 # wrap_tool

@@ -298,7 +298,7 @@ def test_a_server_that_does_not_end_the_stream(kernel: ScriptedKernel) -> None:
         }
         if length is not None:
             environ["CONTENT_LENGTH"] = length
-        assert run_wsgi_app(agent.app, environ)[1].startswith(str(expected))  # type: ignore[arg-type]
+        assert run_wsgi_app(agent.app, environ)[1].startswith(str(expected))
     assert agent.join(30)
 
 
