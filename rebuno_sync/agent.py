@@ -417,12 +417,8 @@ class AgentCore:
 
     @staticmethod
     def _check_end(output: bytes, state: bytes | None, dispatch: Dispatch) -> None:
-        size = len(output) + len(state or b"")
-        if size > wire.MAX_BODY_BYTES - 1024:
-            raise ValueError(
-                f"output and state have {size} bytes of JSON, and the kernel takes "
-                f"{wire.MAX_BODY_BYTES}; store them elsewhere and return a reference"
-            )
+        what = "the output" if state is None else "the output with the state"
+        wire.check_size(len(output) + len(state or b""), what, wire.MAX_VALUE_BYTES)
         if state is not None and dispatch.lease_timeout_seconds is None:
             raise ValueError("Result(state=…) needs a kernel of generation 3, which keeps sessions")
 

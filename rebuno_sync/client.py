@@ -107,6 +107,7 @@ class Client:
 
         Raises:
             TypeError: the input has no JSON form.
+            ValueError: the input has more JSON than a kernel takes, 10 MiB; nothing was sent.
             NotFoundError: there is no such agent.
         """
         fields = {
@@ -119,7 +120,8 @@ class Client:
         given = {name: value for name, value in fields.items() if value}
         body = wire.encode({"agent_id": agent_id, "input": input, **given}, "execution")
         resend = Resend.ALWAYS if idempotency_key else Resend.NEVER_ARRIVED
-        return self._call("POST", "/v0/executions", body, resend).model(Execution)
+        what = f"the input for agent {agent_id}"
+        return self._call("POST", "/v0/executions", body, resend, what=what).model(Execution)
 
     def get(self, execution_id: str) -> Execution:
         """Read an execution."""
@@ -411,8 +413,10 @@ class Client:
         body: bytes = b"",
         resend: Resend = Resend.ALWAYS,
         patience: float | None = None,
+        what: str = "",
     ) -> Answer:
         self._require_open()
+        wire.check_size(len(body), what or f"the body of {method} {path}")
         headers = dict(self._headers)
         if body:
             headers["Content-Type"] = "application/json"

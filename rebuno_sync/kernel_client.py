@@ -103,6 +103,7 @@ class KernelClient:
             mutates=True,
             resend=Resend.NEVER_ARRIVED,
             patience=lease.timeout,
+            what=f"the step {target!r:.200} with its arguments",
         )
         return answer.model(wire.Decision)
 
@@ -122,7 +123,15 @@ class KernelClient:
         self, execution_id: str, lease: Lease, step_id: str, how: str, body: bytes
     ) -> wire.Decision:
         path = execution_path(execution_id, "steps", step_id, how)
-        answer = self._call("POST", path, body, lease=lease, mutates=True, patience=lease.timeout)
+        answer = self._call(
+            "POST",
+            path,
+            body,
+            lease=lease,
+            mutates=True,
+            patience=lease.timeout,
+            what=f"the {'result' if how == 'complete' else 'error'} of step {step_id}",
+        )
         decision = answer.model(wire.Decision)
         if decision.decision == "replay" and not {"result", "error"} & answer.json().keys():
             # Old kernels say that there is an outcome already, and not which.
@@ -166,7 +175,8 @@ class KernelClient:
             },
             "metadata",
         )
-        self._call("PUT", f"/v0/agents/{wire.segment(self.agent_id)}/metadata", body)
+        path = f"/v0/agents/{wire.segment(self.agent_id)}/metadata"
+        self._call("PUT", path, body, what=f"the metadata of agent {self.agent_id}")
 
     # One call
 
@@ -181,18 +191,19 @@ class KernelClient:
         resend: Resend = Resend.ALWAYS,
         patience: float = 0.0,
         timeout: float | None = None,
+        what: str = "",
     ) -> Answer:
         """Send one signed request.
 
+        Args:
+            what: what the body is, for the message when it is too large.
+
         Raises:
+            ValueError: the body is larger than the kernel takes; nothing is sent.
             NetworkError: no usable answer came.
             APIError: the kernel answered with an error status.
         """
-        if len(body) > wire.MAX_BODY_BYTES:
-            raise ValueError(
-                f"{method} {path} would send {len(body)} bytes; the kernel takes at most "
-                f"{wire.MAX_BODY_BYTES}. Store the data elsewhere and pass a reference to it."
-            )
+        wire.check_size(len(body), what or f"the body of {method} {path}")
         sent_v1 = self._signs_request
 
         def send() -> Answer:

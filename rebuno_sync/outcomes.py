@@ -21,11 +21,7 @@ def encoded(value: Any, name: str) -> tuple[bytes, dict[str, Any] | None]:
     """
     try:
         result = wire.encode(value, "result")
-        if len(result) > wire.MAX_BODY_BYTES - 1024:
-            raise ValueError(
-                f"the result of {name} has {len(result)} bytes of JSON, and the kernel takes "
-                f"{wire.MAX_BODY_BYTES}; store it elsewhere and return a reference to it"
-            )
+        wire.check_size(len(result), f"the result of {name}", wire.MAX_VALUE_BYTES)
     except Exception as exc:
         log.warning("the result of %s cannot be recorded: %s", name, exc)
         return b"", described(exc)

@@ -25,6 +25,8 @@ EXECUTION_ID_HEADER: Final = "Rebuno-Execution-Id"
 
 #: The kernel refuses request bodies over this many bytes.
 MAX_BODY_BYTES: Final = 10 * 1024 * 1024
+#: What a result, an error or an output may have, so that the body around it fits.
+MAX_VALUE_BYTES: Final = MAX_BODY_BYTES - 1024
 #: The longest text of one live delta, in bytes of UTF-8.
 MAX_STREAM_BYTES: Final = 7000
 #: Deeper values are refused: other JSON readers on the way would refuse them later.
@@ -47,6 +49,24 @@ class Idempotency(str, enum.Enum):
 
     SAFE_TO_RETRY = "safe_to_retry"
     AT_MOST_ONCE = "at_most_once"
+
+
+def check_size(size: int, what: str, limit: int = MAX_BODY_BYTES) -> None:
+    """Refuse what the kernel would not take.
+
+    Args:
+        size: the size of its JSON, in bytes.
+        what: what it is, for the message.
+        limit: the most that may be sent, in bytes.
+
+    Raises:
+        ValueError: it is too large; the message says what it is, its size, and what to do.
+    """
+    if size > limit:
+        raise ValueError(
+            f"{what} has {size} bytes of JSON, and the kernel takes {MAX_BODY_BYTES}; store the "
+            "data elsewhere and pass a reference to it"
+        )
 
 
 # Routes

@@ -35,7 +35,7 @@ _STEERING = ("location", "www-authenticate", "retry-after", "retry-after-ms", "x
 #: A library that honours ``Retry-After`` only up to a limit gives up beyond this many seconds.
 LONGEST_RETRY_AFTER = 120.0
 #: The kernel's limit for a whole request, less what the report puts around a result.
-MAX_RECORD_BYTES = wire.MAX_BODY_BYTES - 1024
+MAX_RECORD_BYTES = wire.MAX_VALUE_BYTES
 
 CLOSED_EARLY = (
     "this stream was closed at this point when it was recorded, and now it is read further; "

@@ -451,7 +451,7 @@ class Lazy:
         (lambda: b"x", "agent_error: TypeError: output is a bytes, which has no JSON form"),
         (lambda: {"a": [float("nan")]}, "agent_error: TypeError: output.a[0] is nan"),
         (lambda: [Lazy()], "agent_error: TypeError: output[0] is a Lazy, and reading it raised"),
-        (lambda: "x" * MAX_BODY_BYTES, "agent_error: ValueError: output and state have 10485762"),
+        (lambda: "x" * MAX_BODY_BYTES, "agent_error: ValueError: the output has 10485762"),
         (lambda: Result(1, state={1}), "agent_error: TypeError: state is a set"),
         (lambda: Result(1, state=2), "agent_error: ValueError: Result(state=…) needs a kernel of"),
     ],

@@ -171,9 +171,10 @@ def test_a_name_with_a_lone_surrogate(kernel3: ScriptedKernel) -> None:
 
 def test_a_body_that_no_kernel_takes(kernel3: ScriptedKernel) -> None:
     run, lease = begin(kernel3)
-    with pytest.raises(
-        ValueError, match=r"would send \d+ bytes; the kernel takes at most 10485760"
-    ):
+    message = (
+        r"the step 't' with its arguments has \d+ bytes of JSON, and the kernel takes 10485760"
+    )
+    with pytest.raises(ValueError, match=message):
         submit(client_of(kernel3), run, lease, b'"' + b"x" * wire.MAX_BODY_BYTES + b'"')
     assert kernel3.requests == []
 

@@ -30,7 +30,7 @@ def test_the_longest_value() -> None:
     assert encoded(longest, "work")[1] is None
     error = encoded(longest + "x", "work")[1]
     assert error is not None
-    assert "store it elsewhere and return a reference to it" in error["message"]
+    assert "store the data elsewhere and pass a reference to it" in error["message"]
 
 
 def test_errors() -> None:
