@@ -8,18 +8,17 @@ PROTOCOL 5 says.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import contextvars
 import logging
 import os
-import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from . import signing, wire
+from . import wire
+from .agent_secrets import Given, Secrets
+from .claims import Claims
 from .context import ExecutionContext
 from .decisions import raise_for_refusal
 from .errors import (
@@ -33,11 +32,11 @@ from .errors import (
     failure_reason,
     is_interruption,
 )
-from .forks import after_fork
 from .functions import require_plain_function
 from .inputs import InputBinder, InputInvalid, schema_of
 from .kernel_client import KernelClient, Signature
 from .lease import Heartbeats
+from .processes import Part, this_process
 from .transport import Transport
 from .wire import Dispatch
 from .workers import Acceptance, Run, Scope, Workers
@@ -52,6 +51,15 @@ MAX_WEBHOOK_BYTES = 64 * 1024
 MAX_EXITS = 5
 #: Wrong signatures are logged no more often than this, in seconds.
 _QUIET_SECONDS = 10.0
+
+
+_ANSWERS = {
+    Acceptance.TAKEN: (202, "taken"),
+    Acceptance.REPEATED: (202, "already held"),
+    Acceptance.CLAIMED: (202, "held by another process"),
+    Acceptance.FULL: (503, "the queue of this process is full"),
+    Acceptance.CLOSING: (503, "this process is shutting down"),
+}
 
 
 class Result:
@@ -70,95 +78,15 @@ class Result:
         return f"Result(output={self.output!r}, state={self.state!r})"
 
 
-class _Process:
-    """What an agent holds in one process; a fork begins with a fresh one."""
-
-    def __init__(self, agent: AgentCore) -> None:
-        self.pid = os.getpid()
-        heartbeats = Heartbeats(agent._beat, f"rebuno-heartbeat-{agent.agent_id}")
-        self.workers = Workers(
-            agent._run_dispatch, heartbeats, agent.max_concurrency, f"rebuno-{agent.agent_id}"
-        )
-        self.shutdown_timeout = agent.shutdown_timeout
-        self.metadata_sent = threading.Event()
-
-
-class _Held:
-    """What all agents hold in this process; a fork begins with a fresh one."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.parts: weakref.WeakSet[_Process] = weakref.WeakSet()
-        # A plain attribute: a signal handler may set it while this thread holds any lock.
-        self.refusing = False
-        self._registered = False
-        self._drained = False
-
-    def make(self, agent: AgentCore) -> _Process:
-        """Return the agent's part; call with the lock held."""
-        part = _Process(agent)
-        if not self._registered:
-            self._registered = True
-            # Worker threads are daemons, so that a hung handler cannot hold up the end of the
-            # process; here is where those that do end get their time. It must come before
-            # concurrent.futures refuses new work, which handlers may need to get to their end.
-            register = getattr(threading, "_register_atexit", atexit.register)
-            try:
-                register(self.drain)
-            except RuntimeError:  # the process is already ending
-                part.workers.refuse()
-        self.parts.add(part)
-        return part
-
-    def drain(self, limit: float | None = None) -> bool:
-        """Close every agent at the end of the process, all within the same seconds, once."""
-        if self is not _held or self._drained:
-            return True
-        self._drained = True
-        begin = time.monotonic()
-        self.refusing = True
-        parts = list(self.parts)
-        for part in parts:
-            part.workers.refuse()
-        done = True
-        for part in parts:
-            seconds = min(part.shutdown_timeout, part.shutdown_timeout if limit is None else limit)
-            done &= part.workers.close(max(0.0, begin + seconds - time.monotonic()))
-        return done
-
-
-_held = _Held()
-
-
-def refuse_dispatches() -> None:
-    """Have every agent of this process answer 503 from now on; safe in a signal handler."""
-    _held.refusing = True
-
-
-def drain(limit: float | None = None) -> bool:
-    """Close every agent of this process: each gets its ``shutdown_timeout``, all at once.
-
-    Args:
-        limit: the longest that this may take, in seconds.
-
-    Returns:
-        Whether every handler ended in time.
-    """
-    return _held.drain(limit)
-
-
-@after_fork
-def _renew() -> None:
-    global _held
-    _held = _Held()
-
-
 class AgentCore:
     """The agent without a web server; :class:`rebuno_sync.Agent` adds the ways in.
 
     Args:
         agent_id: the id under which the agent is registered at the kernel.
-        secret: the shared secret; ``REBUNO_AGENT_SECRET`` by default.
+        secret: the secret shared with the kernel. A list of them while one is being replaced:
+            each verifies webhooks, the first signs. A :class:`pathlib.Path` of a file with one a
+            line, which is read again when it changes. By default what ``REBUNO_AGENT_SECRET``
+            holds, or the file that ``REBUNO_AGENT_SECRET_FILE`` names.
         base_url: where the kernel is; ``REBUNO_URL`` by default.
         webhook_path: the path of the webhook below the blueprint or app.
         kernel_timeout: how long to wait for an answer of the kernel, in seconds.
@@ -169,16 +97,20 @@ class AgentCore:
         signature: ``"auto"``, or ``"body"`` or ``"v1"`` to pin one (PROTOCOL 3).
         description: what the agent does, told to generation 3 kernels.
         output_schema: the JSON schema of the output, or a pydantic model, told likewise.
+        max_queue: how many dispatches may wait in a process beyond those that run. When the
+            queue is full, a webhook is answered 503 with ``Retry-After``, and the kernel delivers
+            it again (PROTOCOL 7).
 
     Raises:
         ValueError: an argument makes no sense, or is neither given nor in the environment.
+        OSError: a file of secrets cannot be read.
     """
 
     def __init__(
         self,
         agent_id: str,
         *,
-        secret: str | None = None,
+        secret: Given = None,
         base_url: str | None = None,
         webhook_path: str = "/webhook",
         kernel_timeout: float = 35.0,
@@ -187,6 +119,7 @@ class AgentCore:
         signature: Signature = "auto",
         description: str | None = None,
         output_schema: Any = None,
+        max_queue: int = 1000,
     ) -> None:
         if not isinstance(agent_id, str) or not agent_id:
             raise ValueError(f"agent_id is non-empty text, not {agent_id!r}")
@@ -196,6 +129,8 @@ class AgentCore:
             raise ValueError(f"webhook_path begins with '/': {webhook_path!r}")
         if type(max_concurrency) is not int or max_concurrency < 1:
             raise ValueError(f"max_concurrency is a number from 1 up, not {max_concurrency!r}")
+        if type(max_queue) is not int or max_queue < 0:
+            raise ValueError(f"max_queue is a number from 0 up, not {max_queue!r}")
         for name, seconds, least in (
             ("kernel_timeout", kernel_timeout, 1e-3),
             ("shutdown_timeout", shutdown_timeout, 0.0),
@@ -207,15 +142,17 @@ class AgentCore:
         self.agent_id = agent_id
         self.webhook_path = webhook_path
         self.max_concurrency = max_concurrency
+        self.max_queue = max_queue
         self.shutdown_timeout = shutdown_timeout
         self.description = description
         self.output_schema = output_schema
-        self._secret = from_environment(secret, "secret", "REBUNO_AGENT_SECRET")
+        self._secrets = Secrets(secret)
         url = from_environment(base_url, "base_url", "REBUNO_URL")
         self._signature: Signature = signature
         self.connect(Transport(url, timeout=kernel_timeout))
+        self._connected = False
         self._binder: InputBinder | None = None
-        self._process: _Process | None = None
+        self._part: Part | None = None
         self._refused_at = -_QUIET_SECONDS
 
     def __repr__(self) -> str:
@@ -223,7 +160,9 @@ class AgentCore:
 
     def connect(self, transport: Transport) -> None:
         """Reach the kernel through another transport from now on, as tests do without sockets."""
-        self._kernel = KernelClient(self.agent_id, self._secret, transport, self._signature)
+        self._kernel = KernelClient(self.agent_id, self._secrets, transport, self._signature)
+        self._kernel_url = transport.base_url
+        self._connected = True
 
     # The handler
 
@@ -256,7 +195,7 @@ class AgentCore:
             signature: the ``Rebuno-Signature`` header, if there was one.
             scope: entered around the handler, such as a Flask app's ``app_context``.
         """
-        if signature is None or not signing.verify_body(self._secret, body, signature):
+        if signature is None or not self._secrets.verify(body, signature):
             self._note_refused(signature is None)
             return 401, ""
         try:
@@ -265,12 +204,10 @@ class AgentCore:
             return 400, f"this is not a dispatch: {exc}"
         if self._binder is None:
             return 503, "this agent has no handler yet; give it one with agent.bind(fn)"
-        if _held.refusing:
+        if this_process().refusing:
             return 503, "this process is ending"
         accepted = self._here().workers.accept(dispatch, scope)
-        if accepted is Acceptance.CLOSING:
-            return 503, "this process is shutting down"
-        return 202, "taken" if accepted is Acceptance.TAKEN else "already held"
+        return _ANSWERS[accepted]
 
     def _note_refused(self, unsigned: bool) -> None:
         """Say in the log that a webhook was refused, but not as often as somebody might send it."""
@@ -308,15 +245,24 @@ class AgentCore:
         """
         return self._here().workers.close(self.shutdown_timeout if timeout is None else timeout)
 
-    def _here(self) -> _Process:
-        process = self._process
-        if process is None or process.pid != os.getpid():
-            held = _held
-            with held.lock:
-                process = self._process
-                if process is None or process.pid != os.getpid():
-                    process = self._process = held.make(self)
-        return process
+    def _here(self) -> Part:
+        part = self._part
+        if part is None or part.pid != os.getpid():
+            part = self._part = this_process().part(part, self._make_part)
+        return part
+
+    def _make_part(self) -> Part:
+        # A kernel that was connected lives in this process and delivers to no other.
+        claims = None if self._connected else Claims(self.agent_id, self._kernel_url)
+        workers = Workers(
+            self._run_dispatch,
+            Heartbeats(self._beat, f"rebuno-heartbeat-{self.agent_id}"),
+            f"rebuno-{self.agent_id}",
+            limit=self.max_concurrency,
+            queue_limit=self.max_queue,
+            claims=claims,
+        )
+        return Part(workers, self.shutdown_timeout)
 
     def _beat(self, lease: Any, timeout: float) -> None:
         self._kernel.heartbeat(lease.execution_id, lease, timeout)
@@ -406,7 +352,7 @@ class AgentCore:
             return None
         except RebunoError as refused:
             return fail(failure_reason(refused))
-        if _held.refusing or self._here().workers.closing:
+        if this_process().refusing or self._here().workers.closing:
             # An interpreter that is being torn down raises what has nothing to do with the
             # work; another process will find out whether this was real.
             log.warning("given up while shutting down: %s", context, exc_info=exc)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from . import signing, wire
+from .agent_secrets import Secrets
 from .errors import NotFoundError, safe_text
 from .lease import Lease
 from .transport import Answer, Resend, Transport, is_transient
@@ -25,17 +26,24 @@ class KernelClient:
 
     Args:
         agent_id: the agent's id.
-        secret: the agent's secret.
+        secrets: the agent's secrets; the first signs, and when the kernel does not know it (yet,
+            or any more) the next one that it knows.
         transport: how to reach the kernel.
         signature: ``"body"`` or ``"v1"`` to pin one; ``"auto"`` begins with the body signature,
             moves to the request signature on a 401 and never back.
     """
 
     def __init__(
-        self, agent_id: str, secret: str, transport: Transport, signature: Signature = "auto"
+        self,
+        agent_id: str,
+        secrets: Secrets,
+        transport: Transport,
+        signature: Signature = "auto",
     ) -> None:
         self.agent_id = agent_id
-        self._secret = secret
+        self._secrets = secrets
+        # What the kernel took last, so that a secret it does not know is not tried each time.
+        self._accepted: str | None = None
         self._transport = transport
         self._may_step_up = signature == "auto"
         self._signs_request = signature == "v1"
@@ -204,15 +212,14 @@ class KernelClient:
             APIError: the kernel answered with an error status.
         """
         wire.check_size(len(body), what or f"the body of {method} {path}")
-        sent_v1 = self._signs_request
 
-        def send() -> Answer:
+        def send(secret: str, v1: bool) -> Answer:
             return self._transport.request(
                 method,
                 path,
                 body,
                 lambda target: self._headers(
-                    method, target, body, lease if mutates else None, sent_v1
+                    method, target, body, lease if mutates else None, secret, v1
                 ),
                 resend=resend,
                 patience=patience,
@@ -220,19 +227,37 @@ class KernelClient:
                 timeout=timeout,
             )
 
-        answer = send()
-        if answer.status == 401 and self._may_step_up and not sent_v1:
-            sent_v1 = True
-            answer = send()
-            if answer.status != 401 and not is_transient(answer.status):
-                self._signs_request = True
+        for secret, v1 in self._credentials():
+            # A 401 says that nothing was done, whatever the request was.
+            answer = send(secret, v1)
+            if answer.status != 401:
+                if not is_transient(answer.status):
+                    self._accepted = secret
+                    # Never back: another thread may have moved on meanwhile.
+                    self._signs_request |= v1
+                break
         answer.raise_for_status()
         if mutates and lease is not None:
             lease.renewed()
         return answer
 
+    def _credentials(self) -> Iterator[tuple[str, bool]]:
+        """Yield each secret and signature that may be tried, the likeliest first."""
+        secrets, signs_request = self._secrets.all(), self._signs_request
+        # False sorts before True, and the rest stays in its order.
+        for secret in sorted(secrets, key=lambda each: each != self._accepted):
+            yield secret, signs_request
+            if self._may_step_up and not signs_request:
+                yield secret, True
+
     def _headers(
-        self, method: str, target: str, body: bytes, lease: Lease | None, v1: bool
+        self,
+        method: str,
+        target: str,
+        body: bytes,
+        lease: Lease | None,
+        secret: str,
+        v1: bool,
     ) -> Mapping[str, str]:
         headers = {
             "Content-Type": "application/json",
@@ -246,7 +271,7 @@ class KernelClient:
         if v1:
             headers[wire.TIMESTAMP_HEADER] = timestamp = str(int(time.time()))
             headers[wire.SIGNATURE_HEADER] = signing.sign_request(
-                self._secret,
+                secret,
                 method,
                 target,
                 timestamp,
@@ -255,5 +280,5 @@ class KernelClient:
                 dispatch_attempt=attempt,
             )
         else:
-            headers[wire.SIGNATURE_HEADER] = signing.sign_body(self._secret, body)
+            headers[wire.SIGNATURE_HEADER] = signing.sign_body(secret, body)
         return headers

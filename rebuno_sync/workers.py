@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from .claims import Claims
 from .errors import LeaseSuperseded
 from .lease import Heartbeats, Lease
 from .wire import Dispatch
@@ -34,6 +35,10 @@ class Acceptance(enum.Enum):
 
     TAKEN = enum.auto()
     REPEATED = enum.auto()
+    #: Another process of this machine has it, or had it.
+    CLAIMED = enum.auto()
+    #: As many wait as may wait.
+    FULL = enum.auto()
     CLOSING = enum.auto()
 
 
@@ -52,17 +57,28 @@ class Workers:
     Args:
         run: runs one dispatch from beginning to end; never raises an ``Exception``.
         heartbeats: keeps the leases of what is held here.
-        limit: how many dispatches run at once.
         name: what the threads are called.
+        limit: how many dispatches run at once.
+        queue_limit: how many may wait beyond those.
+        claims: what other processes of this machine run; ``None`` when there are none.
     """
 
     def __init__(
-        self, run: Callable[[Run], None], heartbeats: Heartbeats, limit: int, name: str
+        self,
+        run: Callable[[Run], None],
+        heartbeats: Heartbeats,
+        name: str,
+        *,
+        limit: int,
+        queue_limit: int,
+        claims: Claims | None = None,
     ) -> None:
         self._run = run
         self._heartbeats = heartbeats
-        self._limit = limit
         self._name = name
+        self._limit = limit
+        self._most = limit + queue_limit
+        self._claims = claims
         self._changed = threading.Condition()
         self._waiting: collections.deque[Run] = collections.deque()
         self._running: set[Run] = set()
@@ -73,7 +89,7 @@ class Workers:
         self._closing = False
 
     def accept(self, dispatch: Dispatch, scope: Scope) -> Acceptance:
-        """Take a delivery, unless it repeats one that is held here or was (PROTOCOL 2).
+        """Take a delivery, unless it repeats one that is or was held on this machine (PROTOCOL 2).
 
         Args:
             dispatch: the body of the webhook.
@@ -85,8 +101,16 @@ class Workers:
         with self._changed:
             if self._closing:
                 return Acceptance.CLOSING
-            if not self._make_way(dispatch):
-                return Acceptance.REPEATED
+            before = self._latest.get(dispatch.dispatch_id)
+            if before is not None:
+                if not self._is_newer(dispatch, before):
+                    return Acceptance.REPEATED
+                self._end(before, f"attempt {dispatch.dispatch_attempt} has been dispatched")
+            if len(self._waiting) + len(self._running) >= self._most:
+                return Acceptance.FULL
+            # Last, since a delivery that is claimed and then refused would be spent.
+            if self._claims is not None and not self._claims.take(dispatch):
+                return Acceptance.CLAIMED
             run = Run(dispatch, Lease(dispatch), scope)
             # The first beat is due within the interval, also while the dispatch waits.
             self._heartbeats.add(run.lease)
@@ -106,25 +130,21 @@ class Workers:
             self._changed.notify()
         return Acceptance.TAKEN
 
-    def _make_way(self, dispatch: Dispatch) -> bool:
-        """Tell whether a delivery is new; a newer attempt ends the one it follows."""
-        before = self._latest.get(dispatch.dispatch_id)
-        if before is None:
-            return True
-        active = before in self._running or before in self._waiting
+    def _is_newer(self, dispatch: Dispatch, before: Run) -> bool:
         then, now = before.dispatch.dispatch_attempt, dispatch.dispatch_attempt
         if then is None or now is None:
             # Generation 1 counts no attempts: a dispatch that has ended here comes again
             # because its lease ran out.
-            return not active
-        if now <= then:
-            return False
-        if active:
-            before.lease.lose(LeaseSuperseded(f"attempt {now} has been dispatched"))
-            self._heartbeats.remove(before.lease)
-            if before in self._waiting:
-                self._waiting.remove(before)
-        return True
+            return before not in self._running and before not in self._waiting
+        return now > then
+
+    def _end(self, run: Run, why: str) -> None:
+        """Give up a dispatch that the kernel has given to a newer attempt, if it is held still."""
+        if run in self._running or run in self._waiting:
+            run.lease.lose(LeaseSuperseded(why))
+            self._heartbeats.remove(run.lease)
+        if run in self._waiting:
+            self._waiting.remove(run)
 
     def _forget_the_oldest(self) -> None:
         while len(self._latest) > REMEMBERED + len(self._running) + len(self._waiting):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -11,12 +14,25 @@ from hypothesis import settings
 settings.register_profile("rebuno", deadline=None)
 settings.load_profile("rebuno")
 
+_numbers = itertools.count()
+
 
 def pytest_configure() -> None:
     # A job in the background of a script ignores SIGINT, and what it starts inherits that; the
     # commands under test are to hear it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def _claims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    return tmp_path_factory.mktemp("claims")
+
+
+@pytest.fixture(autouse=True)
+def _claims_of_its_own(_claims: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tests use the same dispatch ids again and again, which no kernel does.
+    monkeypatch.setenv("REBUNO_CLAIMS_DIR", str(_claims / str(next(_numbers))))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

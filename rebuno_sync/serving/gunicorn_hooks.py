@@ -23,7 +23,7 @@ import signal
 from types import FrameType
 from typing import Any
 
-from ..agent import drain, refuse_dispatches
+from ..processes import drain, refuse_dispatches
 
 __all__ = ["post_worker_init", "worker_abort", "worker_exit", "worker_int"]
 

@@ -96,7 +96,7 @@ def check_replay(agent: AgentCore, history: History, *, limit: float = LIMIT) ->
             "dispatch_attempt": replay.next_attempt(),
         }
     ).encode()
-    status, why = agent.deliver(body, sign_body(agent._secret, body))
+    status, why = agent.deliver(body, sign_body(agent._secrets.all()[0], body))
     if status != 202:
         raise RuntimeError(f"the agent did not take the dispatch: {status} {why}")
     if not agent.join(limit):

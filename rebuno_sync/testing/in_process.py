@@ -96,7 +96,7 @@ class TestKernel(EmbeddedKernel):
             self._agents[agent.agent_id] = agent
         agent.connect(transport or self.transport())
         with self.client() as client:
-            client.register_agent(agent.agent_id, f"{BASE_URL}/webhook", agent._secret)
+            client.register_agent(agent.agent_id, f"{BASE_URL}/webhook", agent._secrets.all()[0])
 
     def is_parked(self, execution_id: str) -> bool:
         """Tell whether an execution waits for a rate limit to refill, which the clock brings."""

@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from rebuno_sync import Client, execution, step, tool
+from rebuno_sync.agent_secrets import Secrets
 from rebuno_sync.cli.root import root
 from rebuno_sync.kernel import EmbeddedKernel
 from rebuno_sync.kernel_client import KernelClient
@@ -260,7 +261,9 @@ def test_live_output_is_shown_while_a_step_runs() -> None:
     def talk() -> str:
         now = execution()
         lease = Lease(Dispatch(now.id, now.dispatch_id, now.dispatch_attempt))
-        kernel = KernelClient("a1", "orchard-secret", Transport(served.kernel.url, timeout=30.0))
+        kernel = KernelClient(
+            "a1", Secrets("orchard-secret"), Transport(served.kernel.url, timeout=30.0)
+        )
         (step,) = served.client.steps(now.id)
         for seq in range(6000):
             said = f'data: {{"choices": [{{"delta": {{"content": "word {seq}\\n"}}}}]}}\n\n'

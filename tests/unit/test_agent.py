@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +95,10 @@ def kernel3() -> Iterator[ScriptedKernel]:
         ({"max_concurrency": 0}, "max_concurrency is a number from 1 up, not 0"),
         ({"max_concurrency": True}, "max_concurrency is a number from 1 up, not True"),
         ({"max_concurrency": 2.0}, "max_concurrency is a number from 1 up"),
+        ({"max_queue": -1}, "max_queue is a number from 0 up, not -1"),
+        ({"secret": []}, "there is no secret in the list; pass secret=…"),
+        ({"secret": ["s", ""]}, "a secret is not text, or empty; pass secret=…"),
+        ({"secret": b"s"}, "secret is text, a list of texts or a Path, not bytes"),
         ({"kernel_timeout": 0}, "kernel_timeout is a number of seconds, not 0"),
         ({"kernel_timeout": float("inf")}, "kernel_timeout is a number of seconds, not inf"),
         ({"kernel_timeout": "5"}, "kernel_timeout is a number of seconds"),
@@ -115,9 +118,9 @@ def test_the_environment_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REBUNO_AGENT_SECRET", "env-secret")
     monkeypatch.setenv("REBUNO_URL", URL)
     agent = Agent("a1")
-    assert (agent._secret, agent._kernel._transport.base_url) == ("env-secret", URL)
+    assert (agent._secrets.all(), agent._kernel._transport.base_url) == (("env-secret",), URL)
     assert repr(agent) == "<Agent 'a1'>"
-    assert Agent("a1", secret="mine")._secret == "mine"
+    assert Agent("a1", secret="mine")._secrets.all() == ("mine",)
 
 
 def test_nothing_is_started_by_construction() -> None:
@@ -127,7 +130,7 @@ def test_nothing_is_started_by_construction() -> None:
     assert agent.blueprint is agent.blueprint
     assert agent.app is agent.app
     assert threading.enumerate() == before
-    assert agent._process is None
+    assert agent._part is None
 
 
 def test_the_handler() -> None:
@@ -943,46 +946,6 @@ def test_a_hung_handler_does_not_hold_up_the_end(kernel: ScriptedKernel) -> None
 
 def kernel_answer(execution_id: str) -> Answer:
     return Answer.json({"id": execution_id, "agent_id": "a2", "status": "running"})
-
-
-def test_one_timeout_for_all_agents_of_a_process() -> None:
-    """Several agents in one app drain side by side, not one after the other."""
-    from rebuno_sync import agent as agent_module
-
-    held = agent_module._Held()
-    closed: list[tuple[str, float]] = []
-    now = [100.0]
-
-    class Workers:
-        def __init__(self, name: str, takes: float) -> None:
-            self.name, self.takes = name, takes
-
-        def refuse(self) -> None:
-            closed.append((f"{self.name} refuses", 0.0))
-
-        def close(self, timeout: float) -> bool:
-            closed.append((self.name, timeout))
-            now[0] += min(self.takes, timeout)
-            return True
-
-    class Part:
-        def __init__(self, name: str, takes: float, timeout: float) -> None:
-            self.workers, self.shutdown_timeout = Workers(name, takes), timeout
-
-    parts = [Part("a", 20.0, 25.0), Part("b", 20.0, 25.0), Part("c", 1.0, 10.0)]
-    for part in parts:
-        held.parts.add(part)  # type: ignore[arg-type]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agent_module, "_held", held)
-        patch.setattr(agent_module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-        assert held.drain() is True
-        count = len(closed)
-        assert held.drain() is True
-        assert len(closed) == count, "what was given up is not waited for again"
-    assert {name for name, _ in closed[:3]} == {"a refuses", "b refuses", "c refuses"}
-    timeouts = dict(closed[3:])
-    assert now[0] <= 125.0
-    assert all(0 <= t <= 25.0 for t in timeouts.values())
 
 
 def test_agents_are_made_before_the_fork(kernel: ScriptedKernel) -> None:

@@ -25,7 +25,8 @@ FLOORS: list[set[str]] = [
     {"serving.flask_blueprint", "serving.server"},
     {"serving.gunicorn_hooks"},
     {"agent"},
-    {"workers", "inputs"},
+    {"processes", "inputs"},
+    {"workers"},
     # Effects record through the context; the agent knows none of them.
     {"effects.llm_bridge", "effects.mcp"},
     {"effects.llm_clients"},
@@ -36,7 +37,7 @@ FLOORS: list[set[str]] = [
     {"effects.options", "effects.background"},
     {"context"},
     {"outcomes", "kernel_client"},
-    {"decisions", "lease", "client"},
+    {"decisions", "lease", "client", "agent_secrets", "claims"},
     {"transport", "signing"},
     {"connections", "wire"},
     {"errors"},

@@ -12,6 +12,7 @@ import pytest
 from rebuno_sync import kernel_client as kernel_client_module
 from rebuno_sync import signing, wire
 from rebuno_sync import transport as transport_module
+from rebuno_sync.agent_secrets import Secrets
 from rebuno_sync.errors import (
     APIError,
     ConflictError,
@@ -45,7 +46,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def client_of(kernel: ScriptedKernel, signature: Signature = "auto") -> KernelClient:
     return KernelClient(
-        kernel.agent_id, kernel.secret, Transport(kernel.url, timeout=30), signature
+        kernel.agent_id, Secrets(kernel.secret), Transport(kernel.url, timeout=30), signature
     )
 
 
@@ -281,7 +282,7 @@ def test_a_signature_below_a_path(kernel3: ScriptedKernel) -> None:
 
     with Server(respond) as gateway:
         client = KernelClient(
-            "a1", "secret", Transport(gateway.url + "/tenants/a b/", timeout=30), "v1"
+            "a1", Secrets("secret"), Transport(gateway.url + "/tenants/a b/", timeout=30), "v1"
         )
         submit(client, run, lease)
     (request,) = seen

@@ -52,7 +52,7 @@ SIGNATURES: list[tuple[Any, str]] = [
         Agent,
         "agent_id, *, secret=None, base_url=None, webhook_path='/webhook', kernel_timeout=35.0, "
         "max_concurrency=32, shutdown_timeout=25.0, signature='auto', description=None, "
-        "output_schema=None",
+        "output_schema=None, max_queue=1000",
     ),
     (Agent.bind, "self, fn"),
     (Agent.handler, "self, fn"),

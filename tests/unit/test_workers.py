@@ -10,28 +10,49 @@ from typing import Any
 import pytest
 
 from rebuno_sync import workers as workers_module
+from rebuno_sync.claims import Claims
 from rebuno_sync.errors import ConflictError, LeaseSuperseded
 from rebuno_sync.lease import Heartbeats, Lease
+from rebuno_sync.wire import Dispatch
 from rebuno_sync.workers import Acceptance, Run, Workers
 from tests.scripted import wait_until
 from tests.unit.support import dispatch
 
 TAKEN, REPEATED, CLOSING = Acceptance.TAKEN, Acceptance.REPEATED, Acceptance.CLOSING
+FULL, CLAIMED = Acceptance.FULL, Acceptance.CLAIMED
+
+
+class Elsewhere(Claims):
+    """Claims of which a test says what other processes have."""
+
+    def __init__(self, taken: set[str]) -> None:
+        self._taken = taken
+
+    def take(self, dispatch: Dispatch) -> bool:
+        return f"{dispatch.dispatch_id}/{dispatch.dispatch_attempt}" not in self._taken
 
 
 class Bench:
     """Workers whose handlers wait until they are let go."""
 
-    def __init__(self, limit: int = 2) -> None:
+    def __init__(self, limit: int = 2, queue_limit: int = 1000) -> None:
         self.begun: list[str] = []
         self.ended: list[str] = []
         self.beats: list[str] = []
         self.runs: dict[str, Run] = {}
         self.refuse_beats: set[str] = set()
+        self.elsewhere: set[str] = set()
         self._gates: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
         self.heartbeats = Heartbeats(self._beat, "bench-heartbeat")
-        self.workers = Workers(self._run, self.heartbeats, limit, "bench")
+        self.workers = Workers(
+            self._run,
+            self.heartbeats,
+            "bench",
+            limit=limit,
+            queue_limit=queue_limit,
+            claims=Elsewhere(self.elsewhere),
+        )
 
     def accept(self, name: str, attempt: int | None = 1, **fields: Any) -> Acceptance:
         # So that beats are seen, where a test waits for them, without a pause.
@@ -74,8 +95,8 @@ class Bench:
 def make() -> Iterator[Callable[..., Bench]]:
     made: list[Bench] = []
 
-    def make(limit: int = 2) -> Bench:
-        made.append(Bench(limit))
+    def make(limit: int = 2, queue_limit: int = 1000) -> Bench:
+        made.append(Bench(limit, queue_limit))
         return made[-1]
 
     yield make
@@ -303,7 +324,9 @@ def test_a_failure_leaves_the_thread_at_work(
         if run.dispatch.dispatch_id == "bad":
             raise error
 
-    workers = Workers(run, Heartbeats(lambda lease, timeout: None, "hb"), 1, "failing")
+    workers = Workers(
+        run, Heartbeats(lambda lease, timeout: None, "hb"), "failing", limit=1, queue_limit=9
+    )
     for name in ("bad", "good"):
         workers.accept(dispatch(dispatch_id=name), contextlib.nullcontext)
     assert workers.join(30)
@@ -404,7 +427,9 @@ def test_a_storm_of_deliveries(make: Callable[..., Bench]) -> None:
         with lock:
             done.append((run.dispatch.dispatch_id, run.dispatch.dispatch_attempt or 0))
 
-    workers = Workers(run, Heartbeats(lambda lease, timeout: None, "hb"), 4, "storm")
+    workers = Workers(
+        run, Heartbeats(lambda lease, timeout: None, "hb"), "storm", limit=4, queue_limit=1000
+    )
     taken: list[tuple[str, int]] = []
 
     def deliver() -> None:
@@ -422,3 +447,53 @@ def test_a_storm_of_deliveries(make: Callable[..., Bench]) -> None:
     assert sorted(taken) == sorted((f"d{i}", 1) for i in range(100))
     assert sorted(done) == sorted(taken)
     assert workers.close(30)
+
+
+def test_a_full_queue_takes_nothing_more(make: Callable[..., Bench]) -> None:
+    bench = make(limit=1, queue_limit=2)
+    assert [bench.accept(name) for name in "abcd"] == [TAKEN, TAKEN, TAKEN, FULL]
+    bench.wait_for("a/1")
+    # What is held already is not refused: a repeat needs no place, a newer attempt has one.
+    assert bench.accept("b") is REPEATED
+    assert bench.accept("b", attempt=2) is TAKEN
+    assert bench.accept("d", attempt=2) is FULL
+    bench.let_go("a/1", "c/1", "b/2")
+    assert bench.workers.join(30)
+    assert bench.begun == ["a/1", "c/1", "b/2"]
+    assert bench.accept("d", attempt=3) is TAKEN, "what was refused is taken when there is room"
+
+
+def test_no_queue_at_all(make: Callable[..., Bench]) -> None:
+    bench = make(limit=2, queue_limit=0)
+    assert [bench.accept(name) for name in "abc"] == [TAKEN, TAKEN, FULL]
+
+
+def test_what_another_process_has_is_left_to_it(make: Callable[..., Bench]) -> None:
+    bench = make()
+    bench.elsewhere.add("a/1")
+    assert bench.accept("a") is CLAIMED
+    assert bench.workers.join(0)
+    assert bench.accept("a", attempt=2) is TAKEN
+    bench.wait_for("a/2")
+
+
+def test_a_newer_attempt_elsewhere_ends_the_one_here(make: Callable[..., Bench]) -> None:
+    bench = make()
+    bench.accept("a")
+    bench.wait_for("a/1")
+    bench.elsewhere.add("a/2")
+    assert bench.accept("a", attempt=2) is CLAIMED
+    assert bench.runs["a/1"].lease.cancelled.is_set()
+
+
+def test_nothing_is_claimed_that_is_then_refused(make: Callable[..., Bench]) -> None:
+    """Another process may still take it."""
+    bench = make(limit=1, queue_limit=0)
+    bench.accept("a")
+    claimed: list[Dispatch] = []
+    assert bench.workers._claims is not None
+    bench.workers._claims.take = claimed.append  # type: ignore[method-assign,assignment]
+    assert bench.accept("b") is FULL
+    bench.workers.refuse()
+    assert bench.accept("c") is CLOSING
+    assert claimed == []

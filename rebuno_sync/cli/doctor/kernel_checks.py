@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from rebuno_sync import signing
+from rebuno_sync.agent_secrets import Secrets
 from rebuno_sync.cli.doctor.findings import Finding
 from rebuno_sync.cli.doctor.probe import Agent
 from rebuno_sync.client import Client
@@ -108,13 +109,22 @@ def check_signature(agent: Agent) -> Finding:
                 f"the kernel does not check signatures, so nothing is known of "
                 f"{agent.agent_id}'s secret",
             )
-        accepted = _accepts(agent, agent.secret)
+        known = next((one for one in agent.secrets if _accepts(agent, one)), None)
     except RebunoError as exc:
         return Finding(
             "warning", "secret", f"the secret of {agent.agent_id} could not be tried: {exc}"
         )
-    if accepted:
+    if known is not None and known == agent.secrets[0]:
         return Finding("ok", "secret", f"the kernel takes the signature of {agent.agent_id}")
+    if known is not None:
+        return Finding(
+            "warning",
+            "secret",
+            f"the kernel knows an older secret of {agent.agent_id}",
+            "The agent works meanwhile; each process finds out by a refused call.",
+            "Register it with the first secret of the list, then drop the others: "
+            f"rebuno-sync agents add {agent.agent_id} WEBHOOK_URL",
+        )
     return Finding(
         "error",
         "secret",
@@ -128,7 +138,7 @@ def check_signature(agent: Agent) -> Finding:
 
 def _accepts(agent: Agent, secret: str) -> bool:
     transport = Transport(agent.base_url, timeout=_TIMEOUT)
-    kernel = KernelClient(agent.agent_id, secret, transport)
+    kernel = KernelClient(agent.agent_id, Secrets(secret), transport)
     nowhere = Dispatch(str(uuid.uuid4()), str(uuid.uuid4()))
     try:
         kernel.execution(nowhere.execution_id, Lease(nowhere))
@@ -181,7 +191,7 @@ def check_webhook(agent: Agent, url: str) -> Iterator[Finding]:
     yield from _route(agent, url)
     try:
         unsigned = _post(url, {})
-        signed = _post(url, {SIGNATURE_HEADER: signing.sign_body(agent.secret, b"{}")})
+        signed = _post(url, {SIGNATURE_HEADER: signing.sign_body(agent.secrets[0], b"{}")})
     except NetworkError as exc:
         yield Finding(
             "error",

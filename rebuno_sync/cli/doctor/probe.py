@@ -34,7 +34,7 @@ class Agent:
     """An agent that the app made."""
 
     agent_id: str
-    secret: str
+    secrets: list[str]
     base_url: str
     shutdown_timeout: float
     has_handler: bool
@@ -180,7 +180,7 @@ def _agents() -> list[Agent]:
         Agent(
             agent_id=agent.agent_id,
             # The doctor signs as the agent does, to see whether the kernel agrees.
-            secret=agent._secret,
+            secrets=list(agent._secrets.all()),
             base_url=agent._kernel._transport.base_url,
             shutdown_timeout=agent.shutdown_timeout,
             has_handler=agent._binder is not None,
