@@ -480,3 +480,26 @@ def test_bodies_are_json(kernel3: ScriptedKernel) -> None:
     assert bodies["stream"] == {"seq": 3, "data": 'a"é\n'}
     assert bodies["step_complete"] == {"result": [1]}
     assert bodies["fail"] == {"error": "why"}
+
+
+@pytest.mark.parametrize("generation", [GENERATION_2, GENERATION_3])
+def test_a_secret_is_replaced_without_a_lost_call(generation: Generation) -> None:
+    """The agent has both while the kernel is given the new one."""
+    with ScriptedKernel(generation, secret="old") as kernel:
+        run, lease = begin(kernel)
+        transport = Transport(kernel.url, timeout=30)
+        client = KernelClient(kernel.agent_id, Secrets(["new", "old"]), transport)
+        submit(client, run, lease)
+        assert len(run.steps) == 1
+        refused = len(kernel.requests) - 1
+        client.heartbeat(run.id, lease, 5.0)
+        assert len(kernel.requests) == refused + 2, "what the kernel knows is tried first"
+        kernel.secret = "new"
+        submit(client, run, lease, b'{"n":2}')
+        client.heartbeat(run.id, lease, 5.0)
+        assert len(run.steps) == 2
+        answers = [r.answer.status for r in kernel.requests[refused + 2 :]]
+        assert answers.count(401) == (1 if generation is GENERATION_3 else 2)
+        kernel.secret = "neither"
+        with pytest.raises(UnauthorizedError):
+            client.heartbeat(run.id, lease, 5.0)
