@@ -1,6 +1,6 @@
 """Durable agents for plain synchronous Python, on the Rebuno protocol."""
 
-from .agent import Result
+from .attempt import Result
 from .client import Client
 from .context import execution, previous
 from .decisions import raise_for_refusal

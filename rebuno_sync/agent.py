@@ -1,9 +1,7 @@
 """An agent: verifies webhooks and runs one dispatch after the other. Knows no web framework.
 
 A dispatch goes: :meth:`AgentCore.deliver` verifies the raw body and queues it
-(:mod:`.workers`); a worker thread reads the execution, binds its input (:mod:`.inputs`) and
-calls the handler within an :class:`~.context.ExecutionContext`; what comes of it is reported as
-PROTOCOL 5 says.
+(:mod:`.workers`); a worker thread makes an :class:`~.attempt.Attempt` of it.
 """
 
 from __future__ import annotations
@@ -13,27 +11,15 @@ import contextvars
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from . import wire
+from . import observers, wire
 from .agent_secrets import Given, Secrets
+from .attempt import Attempt
 from .claims import Claims
-from .context import ExecutionContext
-from .decisions import raise_for_refusal
-from .errors import (
-    APIError,
-    ControlFlow,
-    NetworkError,
-    PolicyError,
-    RateLimited,
-    RebunoError,
-    ToolError,
-    failure_reason,
-    is_interruption,
-)
 from .functions import require_plain_function
-from .inputs import InputBinder, InputInvalid, schema_of
+from .inputs import InputBinder, schema_of
 from .kernel_client import KernelClient, Signature
 from .lease import Heartbeats
 from .processes import Part, this_process
@@ -47,35 +33,17 @@ H = TypeVar("H", bound=Callable[..., Any])
 
 #: Webhook bodies have four short fields; more bytes than this are refused with 413.
 MAX_WEBHOOK_BYTES = 64 * 1024
-#: From this attempt on a handler that raises ``SystemExit`` fails its execution.
-MAX_EXITS = 5
 #: Wrong signatures are logged no more often than this, in seconds.
 _QUIET_SECONDS = 10.0
-
-
+_NO_HEADERS: Mapping[str, str] = {}
+#: What is answered, and what observers are told: the outcome and a reason.
 _ANSWERS = {
-    Acceptance.TAKEN: (202, "taken"),
-    Acceptance.REPEATED: (202, "already held"),
-    Acceptance.CLAIMED: (202, "held by another process"),
-    Acceptance.FULL: (503, "the queue of this process is full"),
-    Acceptance.CLOSING: (503, "this process is shutting down"),
+    Acceptance.TAKEN: (202, "taken", "taken", ""),
+    Acceptance.REPEATED: (202, "already held", "repeated", ""),
+    Acceptance.CLAIMED: (202, "held by another process", "repeated", "claimed"),
+    Acceptance.FULL: (503, "the queue of this process is full", "refused", "queue_full"),
+    Acceptance.CLOSING: (503, "this process is shutting down", "refused", "closing"),
 }
-
-
-class Result:
-    """What a handler returns when it also leaves state for the next turn of its session.
-
-    Args:
-        output: the output of the execution; must have a JSON form.
-        state: what :func:`previous` returns in the next turn; needs a generation 3 kernel.
-    """
-
-    def __init__(self, output: Any = None, state: Any = None) -> None:
-        self.output = output
-        self.state = state
-
-    def __repr__(self) -> str:
-        return f"Result(output={self.output!r}, state={self.state!r})"
 
 
 class AgentCore:
@@ -186,7 +154,11 @@ class AgentCore:
     # Deliveries
 
     def deliver(
-        self, body: bytes, signature: str | None, scope: Scope = contextlib.nullcontext
+        self,
+        body: bytes,
+        signature: str | None,
+        scope: Scope = contextlib.nullcontext,
+        headers: Mapping[str, str] = _NO_HEADERS,
     ) -> tuple[int, str]:
         """Take one webhook; answer with a status and a text for whoever reads the kernel's log.
 
@@ -194,20 +166,32 @@ class AgentCore:
             body: the raw body, exactly as it came.
             signature: the ``Rebuno-Signature`` header, if there was one.
             scope: entered around the handler, such as a Flask app's ``app_context``.
+            headers: all headers, whatever their case; a trace may go on from them.
         """
+        if len(body) > MAX_WEBHOOK_BYTES:
+            text = f"a dispatch has at most {MAX_WEBHOOK_BYTES} bytes"
+            return self._refused("too_large", 413, text)
         if signature is None or not self._secrets.verify(body, signature):
             self._note_refused(signature is None)
-            return 401, ""
+            return self._refused("signature", 401)
         try:
             dispatch = Dispatch.from_json(wire.decode(body))
         except ValueError as exc:
-            return 400, f"this is not a dispatch: {exc}"
+            return self._refused("malformed", 400, f"this is not a dispatch: {exc}")
         if self._binder is None:
-            return 503, "this agent has no handler yet; give it one with agent.bind(fn)"
+            text = "this agent has no handler yet; give it one with agent.bind(fn)"
+            return self._refused("no_handler", 503, text)
         if this_process().refusing:
-            return 503, "this process is ending"
-        accepted = self._here().workers.accept(dispatch, scope)
-        return _ANSWERS[accepted]
+            return self._refused("closing", 503, "this process is ending")
+        carrier = observers.carried(headers) if observers.installed else _NO_HEADERS
+        accepted = self._here().workers.accept(dispatch, scope, carrier)
+        status, text, outcome, reason = _ANSWERS[accepted]
+        observers.tell("delivered", self.agent_id, outcome, reason)
+        return status, text
+
+    def _refused(self, reason: str, status: int, text: str = "") -> tuple[int, str]:
+        observers.tell("delivered", self.agent_id, "refused", reason)
+        return status, text
 
     def _note_refused(self, unsigned: bool) -> None:
         """Say in the log that a webhook was refused, but not as often as somebody might send it."""
@@ -261,6 +245,7 @@ class AgentCore:
             limit=self.max_concurrency,
             queue_limit=self.max_queue,
             claims=claims,
+            agent_id=self.agent_id,
         )
         return Part(workers, self.shutdown_timeout)
 
@@ -271,118 +256,18 @@ class AgentCore:
 
     def _run_dispatch(self, run: Run) -> None:
         """Run the handler for one dispatch and report what came of it."""
-        lease = run.lease
-        try:
-            execution = self._kernel.execution(lease.execution_id, lease)
-        except RebunoError as exc:
-            log.warning("given up, the execution cannot be read: %s: %s", lease, exc)
-            return
-        if execution.done:
-            log.info("nothing to do, it is %s already: %s", execution.status, lease)
-            return
-        if lease.signal is not None:
-            log.info("nothing to do, %s: %s", lease.signal, lease)
-            return
-        context = ExecutionContext(execution, lease, self._kernel)
         # A context of its own: what one handler sets must not reach the next on this thread.
-        report = contextvars.Context().run(self._handle, run, context)
-        signal = context.signal
-        if signal is not None:
-            log.info("ended, %s: %s", type(signal).__name__.lower(), lease)
-        elif report is not None:
-            self._report(report, run)
-        self._send_metadata(run.dispatch)
+        contextvars.Context().run(self._run_attempt, run)
 
-    def _handle(self, run: Run, context: ExecutionContext) -> Callable[[], None] | None:
-        """Call the handler; return how to report its end, or ``None`` when nothing is."""
+    def _run_attempt(self, run: Run) -> None:
         assert self._binder is not None
-        kernel, lease = self._kernel, run.lease
+        attempt = Attempt(self.agent_id, self._kernel, self._binder, run, self._is_ending)
+        attempt.run()
+        if attempt.called:
+            self._send_metadata(run.dispatch)
 
-        def fail(reason: str) -> Callable[[], None]:
-            return lambda: kernel.fail(context.id, lease, reason)
-
-        try:
-            with run.scope(), context.entered():
-                value = self._binder.call(context.input)
-        except InputInvalid as exc:
-            return fail(f"input_invalid: {exc}")
-        except ControlFlow as signal:
-            context.end_with(signal)
-            return None
-        except BaseException as exc:
-            if is_interruption(exc):
-                return self._interrupted(exc, run, fail)
-            return self._failed(exc, context, fail)
-        if context.fatal is not None:
-            return fail(failure_reason(context.fatal))
-        result = value if isinstance(value, Result) else Result(value)
-        try:
-            output = wire.encode(result.output, "output")
-            state = None if result.state is None else wire.encode(result.state, "state")
-            self._check_end(output, state, run.dispatch)
-        except (TypeError, ValueError) as exc:
-            log.error("the handler's output cannot be reported: %s: %s", lease, exc)
-            return fail(failure_reason(exc))
-        return lambda: kernel.complete(context.id, lease, output, state)
-
-    def _interrupted(
-        self, exc: BaseException, run: Run, fail: Callable[[str], Callable[[], None]]
-    ) -> Callable[[], None] | None:
-        """Leave the execution to another attempt: it has done nothing wrong when a worker ends.
-
-        Unless its own code does that to it each time, as ``sys.exit()`` in a library would.
-        """
-        if isinstance(exc, SystemExit) and (run.dispatch.dispatch_attempt or 0) >= MAX_EXITS:
-            log.error("the handler exits in every attempt: %s", run.lease, exc_info=exc)
-            return fail(failure_reason(exc))
-        name = type(exc).__name__
-        log.warning("given up, %s in the handler: %s", name, run.lease, exc_info=exc)
-        return None
-
-    def _failed(
-        self,
-        exc: BaseException,
-        context: ExecutionContext,
-        fail: Callable[[str], Callable[[], None]],
-    ) -> Callable[[], None] | None:
-        try:
-            raise_for_refusal(exc)
-        except ControlFlow as signal:
-            context.end_with(signal)
-            return None
-        except RebunoError as refused:
-            return fail(failure_reason(refused))
-        if this_process().refusing or self._here().workers.closing:
-            # An interpreter that is being torn down raises what has nothing to do with the
-            # work; another process will find out whether this was real.
-            log.warning("given up while shutting down: %s", context, exc_info=exc)
-            return None
-        if not isinstance(exc, (PolicyError, RateLimited, ToolError)):
-            log.error("the handler of execution %s raised", context.id, exc_info=exc)
-        return fail(failure_reason(context.fatal or exc))
-
-    @staticmethod
-    def _check_end(output: bytes, state: bytes | None, dispatch: Dispatch) -> None:
-        what = "the output" if state is None else "the output with the state"
-        wire.check_size(len(output) + len(state or b""), what, wire.MAX_VALUE_BYTES)
-        if state is not None and dispatch.lease_timeout_seconds is None:
-            raise ValueError("Result(state=…) needs a kernel of generation 3, which keeps sessions")
-
-    def _report(self, report: Callable[[], None], run: Run) -> None:
-        lease = run.lease
-        try:
-            try:
-                report()
-            except APIError as exc:
-                if exc.status_code not in (400, 413):
-                    raise
-                # The next attempt would come to the same output, and no further.
-                log.error("the kernel refuses the output of %s: %s", lease, exc)
-                self._kernel.fail(lease.execution_id, lease, failure_reason(exc))
-        except APIError as exc:
-            log.warning("the kernel did not take the end of %s: %s", lease, exc)
-        except NetworkError as exc:
-            log.warning("given up, the end cannot be reported: %s: %s", lease, exc)
+    def _is_ending(self) -> bool:
+        return this_process().refusing or self._here().workers.closing
 
     def _send_metadata(self, dispatch: Dispatch) -> None:
         """Tell a generation 3 kernel what the agent takes and gives, once per process."""

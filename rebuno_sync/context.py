@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
-from . import wire
+from . import observers, wire
 from .decisions import Replayed, Run, replayed, resolve, tool_error, unknown
 from .errors import (
     APIError,
@@ -34,6 +34,7 @@ from .errors import (
 from .kernel_client import KernelClient
 from .lease import Lease, refusal_of
 from .outcomes import Deadline, described, encoded
+from .step_watches import StepWatches
 from .transport import is_transient
 from .wire import Idempotency, Kind
 
@@ -156,6 +157,7 @@ class ExecutionContext:
         self._seen: set[str] = set()
         self._open: set[OpenAnswer] = set()
         self._recorded: frozenset[str] | None = None
+        self._watches = StepWatches(self.agent_id, self.id, self.dispatch_attempt)
 
     def __repr__(self) -> str:
         return f"<ExecutionContext {self.id} of agent {self.agent_id}>"
@@ -206,6 +208,7 @@ class ExecutionContext:
             _current.reset(token)
             with self._lock:
                 self._ended = True
+            self._watches.abandon(self.signal)
 
     @property
     def signal(self) -> ControlFlow | None:
@@ -240,7 +243,8 @@ class ExecutionContext:
                 raise
             return f"{effect.name} not allowed. reason: {exc.reason}"
         if isinstance(found, Run):
-            found = self._run(found.step_id, effect)
+            with self.within(found.step_id):
+                found = self._run(found.step_id, effect)
         if found.error is None:
             return found.value
         if effect.reconcile is not None and found.error.reason in _OUTCOME_UNKNOWN:
@@ -256,13 +260,23 @@ class ExecutionContext:
                 with self._lock:
                     self._open.discard(answer)
         self._guard()
+        submit = functools.partial(self._submit, kind, name, args, idempotency)
+        found = self._watches.submitted(kind, name, submit) if observers.installed else submit()
+        self._trace("replayed" if isinstance(found, Replayed) else "runs", name, found.step_id)
+        return found
+
+    def _submit(
+        self, kind: Kind, name: str, args: bytes, idempotency: Idempotency
+    ) -> Run | Replayed:
         with self._kernel_errors():
             decision = self._kernel.submit(self.id, self._lease, kind, name, args, idempotency)
             with self._lock:
                 self._seen.add(decision.step_id)
-            found = resolve(decision, name)
-        self._trace("replayed" if isinstance(found, Replayed) else "runs", name, found.step_id)
-        return found
+            return resolve(decision, name)
+
+    def within(self, step_id: str) -> contextlib.AbstractContextManager[None]:
+        """Have this thread work on a step within the block, for logs and traces."""
+        return self._watches.within(step_id)
 
     def leave_open(self, answer: OpenAnswer) -> None:
         """Note an answer that comes in pieces while the handler goes on.
@@ -282,7 +296,8 @@ class ExecutionContext:
         self._guard_report()
         with self._kernel_errors():
             answer = self._kernel.complete_step(self.id, self._lease, step_id, result)
-            return self._settled(answer, step_id, name, lambda: wire.decode(result), None)
+            stands = self._settled(answer, step_id, name, lambda: wire.decode(result), None)
+        return self._watches.ended(stands)
 
     def record_failure(self, step_id: str, name: str, error: dict[str, Any]) -> Replayed:
         """Record the JSON error of a step and return the outcome that now stands."""
@@ -291,7 +306,8 @@ class ExecutionContext:
             raw = wire.encode(error, "error")
             answer = self._kernel.fail_step(self.id, self._lease, step_id, raw)
             failed = tool_error(wire.decode(raw), name, step_id)
-            return self._settled(answer, step_id, name, lambda: None, failed)
+            stands = self._settled(answer, step_id, name, lambda: None, failed)
+        return self._watches.ended(stands)
 
     def stream(self, step_id: str, seq: int, data: str) -> None:
         """Send one piece of live output of a running step: one try, no retries.
@@ -426,23 +442,23 @@ class ExecutionContext:
             self.end_with(signal)
             raise
         except APIError as exc:
-            ending = refusal_of(exc)
+            ending, why = refusal_of(exc), "refused"
             if ending is None:
                 if exc.code == "unknown_decision":
                     self._fatal = self._fatal or exc
                 if not is_transient(exc.status_code):
                     raise
-                ending = _given_up(exc)
-            self._end_lease(ending)
+                ending, why = _given_up(exc), "unreachable"
+            self._end_lease(ending, why)
             raise ending from exc
         except NetworkError as exc:
             ending = _given_up(exc)
-            self._end_lease(ending)
+            self._end_lease(ending, "unreachable")
             raise ending from exc
 
-    def _end_lease(self, signal: ControlFlow) -> None:
+    def _end_lease(self, signal: ControlFlow, why: str) -> None:
         log.warning("%s: %s", self._lease, signal)
-        self._lease.lose(signal)
+        self._lease.lose(signal, why)
         self.end_with(signal)
 
     @contextlib.contextmanager

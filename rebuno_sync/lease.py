@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from . import observers
 from .errors import APIError, ControlFlow, LeaseSuperseded, RebunoError, Terminated
 from .wire import Dispatch
 
@@ -25,7 +26,12 @@ MOST_THREADS = 8
 class Lease:
     """The right of one attempt to act for an execution.
 
+    Args:
+        dispatch: what the webhook said.
+        agent_id: whose lease it is, for whoever watches.
+
     Attributes:
+        agent_id: the agent.
         execution_id: the execution.
         dispatch_id: the dispatch.
         attempt: its attempt; ``None`` for kernels of generation 1.
@@ -35,7 +41,8 @@ class Lease:
         paused: true while nothing that deserves the lease is running; no beat is sent then.
     """
 
-    def __init__(self, dispatch: Dispatch) -> None:
+    def __init__(self, dispatch: Dispatch, agent_id: str = "") -> None:
+        self.agent_id = agent_id
         self.execution_id = dispatch.execution_id
         self.dispatch_id = dispatch.dispatch_id
         self.attempt = dispatch.dispatch_attempt
@@ -47,10 +54,18 @@ class Lease:
         self._signal: ControlFlow | None = None
         self._renewed_at = time.monotonic()
 
-    def lose(self, signal: ControlFlow) -> None:
-        """Give the lease up; the first signal given is the one that stays."""
+    def lose(self, signal: ControlFlow, why: str = "superseded") -> None:
+        """Give the lease up; the first signal given is the one that stays.
+
+        Args:
+            signal: what ends the dispatch here.
+            why: for whoever watches: ``superseded`` by a newer attempt that came here,
+                ``refused`` by the kernel, ``unreachable`` kernel, or ``shutdown``.
+        """
         if self._signal is None:
             self._signal = signal
+            if observers.installed:
+                observers.tell("lease_lost", self.agent_id, why)
         self.cancelled.set()
 
     @property
@@ -65,6 +80,11 @@ class Lease:
     def remaining(self) -> float:
         """Return the seconds until the kernel may give the execution to another attempt."""
         return self._renewed_at + self.timeout - time.monotonic()
+
+    @property
+    def ids(self) -> dict[str, object]:
+        """What a log record says of it, where the logging thread is not of its dispatch."""
+        return {"execution_id": self.execution_id, "dispatch_attempt": self.attempt}
 
     def __str__(self) -> str:
         attempt = "" if self.attempt is None else f" attempt {self.attempt}"
@@ -180,17 +200,23 @@ class Heartbeats:
                 return 0.0
             signal = refusal_of(exc)
             if signal is not None:
-                log.warning("lease lost: %s: %s", lease, exc)
-                lease.lose(signal)
+                log.warning("lease lost: %s: %s", lease, exc, extra=lease.ids)
+                lease.lose(signal, "refused")
                 return 0.0
             log.warning(
-                "heartbeat failed, %.1f s of the lease left: %s: %s", lease.remaining(), lease, exc
+                "heartbeat failed, %.1f s of the lease left: %s: %s",
+                lease.remaining(),
+                lease,
+                exc,
+                extra=lease.ids,
             )
         except Exception:
             # One lease must never cost the others their beats.
-            log.exception("heartbeat failed: %s", lease)
+            log.exception("heartbeat failed: %s", lease, extra=lease.ids)
         else:
             return lease.interval
+        if observers.installed:
+            observers.tell("heartbeat_failed", lease.agent_id)
         remaining = lease.remaining()
         if remaining <= 0:
             # A kernel that was away cannot have given it to another: asked for as before.

@@ -10,6 +10,7 @@ from typing import Any
 from . import wire
 from .decisions import Replayed
 from .errors import ToolError, safe_text
+from .threads import bind_context
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Deadline:
         self._over = False
         self._recorded = threading.Event()
         self._outcome: Replayed | BaseException | None = None
-        self._timer = threading.Timer(seconds, self._expire)
+        self._timer = threading.Timer(seconds, bind_context(self._expire))
         self._timer.daemon = True
         self._timer.name = f"rebuno-timeout-{name}"
         self._timer.start()

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import wire
+from . import observers, wire
 from .errors import NetworkError, api_error, safe_text
 from .forks import after_fork
 from .version import __version__
@@ -225,7 +225,7 @@ class Transport:
         while True:
             answer, error = None, None
             try:
-                answer = self.send_once(method, path, body, headers, timeout or self.timeout)
+                answer = self._send(method, path, body, headers, timeout or self.timeout)
                 if 200 <= answer.status < 300 and answer.body:
                     # A login page of some proxy says 200 too, and has not done what was asked.
                     answer.json()
@@ -278,6 +278,34 @@ class Transport:
             raise NetworkError(f"{self.base_url} could not be reached: {exc}") from exc
         answer.raise_for_status()
         raise NetworkError(f"{self.base_url} answered HTTP {answer.status}, which is no stream")
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Callable[[str], Mapping[str, str]],
+        timeout: float,
+    ) -> Answer:
+        """Send a request once, before the eyes of whoever watches."""
+        if not observers.installed:
+            return self.send_once(method, path, body, headers, timeout)
+        event = observers.RequestEvent(method, self.base_url, wire.route_of(path))
+        watch = observers.Watch(event)
+
+        def all_headers(target: str) -> Mapping[str, str]:
+            return {**event.headers, **headers(target)}
+
+        try:
+            with watch.current():
+                answer = self.send_once(method, path, body, all_headers, timeout)
+            event.status = answer.status
+            return answer
+        except BaseException as exc:
+            event.error = exc
+            raise
+        finally:
+            watch.end()
 
     def send_once(
         self,

@@ -77,6 +77,17 @@ def execution_path(execution_id: str, *parts: str) -> str:
     return "/v0/executions/" + "/".join(segment(p) for p in (execution_id, *parts))
 
 
+def route_of(path: str) -> str:
+    """Return a path without its query and with ``{id}`` for each id, of which there are many.
+
+    Collections and ids take turns in all routes but that of checkpoints.
+    """
+    parts = path.partition("?")[0].strip("/").split("/")
+    ids = range(2, len(parts), 2)
+    named = ("{id}" if n in ids and parts[n] != "checkpoints" else p for n, p in enumerate(parts))
+    return "/" + "/".join(named)
+
+
 @functools.lru_cache(maxsize=4096)
 def segment(text: str) -> str:
     """Escape one path segment; an id can never reach another route."""

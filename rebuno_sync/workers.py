@@ -14,8 +14,9 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from . import observers
 from .claims import Claims
 from .errors import LeaseSuperseded
 from .lease import Heartbeats, Lease
@@ -28,6 +29,7 @@ Scope = Callable[[], contextlib.AbstractContextManager[object]]
 IDLE_SECONDS = 10.0
 #: How many ended dispatches are remembered, to know a late repeat of one.
 REMEMBERED = 4096
+_NO_CARRIER: Mapping[str, str] = {}
 
 
 class Acceptance(enum.Enum):
@@ -44,11 +46,21 @@ class Acceptance(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class Run:
-    """One accepted dispatch."""
+    """One accepted dispatch.
+
+    Attributes:
+        dispatch: the body of the webhook.
+        lease: its lease.
+        scope: entered around the handler.
+        carrier: what observers kept of the webhook's headers.
+        accepted_at: when it was accepted, by ``time.monotonic``.
+    """
 
     dispatch: Dispatch
     lease: Lease
     scope: Scope
+    carrier: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    accepted_at: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class Workers:
@@ -61,6 +73,7 @@ class Workers:
         limit: how many dispatches run at once.
         queue_limit: how many may wait beyond those.
         claims: what other processes of this machine run; ``None`` when there are none.
+        agent_id: whose dispatches they are, for whoever watches.
     """
 
     def __init__(
@@ -72,13 +85,15 @@ class Workers:
         limit: int,
         queue_limit: int,
         claims: Claims | None = None,
+        agent_id: str = "",
     ) -> None:
         self._run = run
         self._heartbeats = heartbeats
         self._name = name
         self._limit = limit
-        self._most = limit + queue_limit
+        self._queue_limit = queue_limit
         self._claims = claims
+        self._agent_id = agent_id
         self._changed = threading.Condition()
         self._waiting: collections.deque[Run] = collections.deque()
         self._running: set[Run] = set()
@@ -88,12 +103,15 @@ class Workers:
         self._started = 0
         self._closing = False
 
-    def accept(self, dispatch: Dispatch, scope: Scope) -> Acceptance:
+    def accept(
+        self, dispatch: Dispatch, scope: Scope, carrier: Mapping[str, str] = _NO_CARRIER
+    ) -> Acceptance:
         """Take a delivery, unless it repeats one that is or was held on this machine (PROTOCOL 2).
 
         Args:
             dispatch: the body of the webhook.
             scope: entered around the handler.
+            carrier: what observers kept of the webhook's headers.
 
         Raises:
             RuntimeError: the system gives no thread for it; it is not held then.
@@ -106,12 +124,12 @@ class Workers:
                 if not self._is_newer(dispatch, before):
                     return Acceptance.REPEATED
                 self._end(before, f"attempt {dispatch.dispatch_attempt} has been dispatched")
-            if len(self._waiting) + len(self._running) >= self._most:
+            if len(self._waiting) + len(self._running) >= self._limit + self._queue_limit:
                 return Acceptance.FULL
             # Last, since a delivery that is claimed and then refused would be spent.
             if self._claims is not None and not self._claims.take(dispatch):
                 return Acceptance.CLAIMED
-            run = Run(dispatch, Lease(dispatch), scope)
+            run = Run(dispatch, Lease(dispatch, self._agent_id), scope, carrier)
             # The first beat is due within the interval, also while the dispatch waits.
             self._heartbeats.add(run.lease)
             self._waiting.append(run)
@@ -128,6 +146,7 @@ class Workers:
             self._latest.move_to_end(dispatch.dispatch_id)
             self._forget_the_oldest()
             self._changed.notify()
+            self._tell_load()
         return Acceptance.TAKEN
 
     def _is_newer(self, dispatch: Dispatch, before: Run) -> bool:
@@ -145,6 +164,7 @@ class Workers:
             self._heartbeats.remove(run.lease)
         if run in self._waiting:
             self._waiting.remove(run)
+            self._tell_load()
 
     def _forget_the_oldest(self) -> None:
         while len(self._latest) > REMEMBERED + len(self._running) + len(self._waiting):
@@ -190,11 +210,24 @@ class Workers:
                 self._give_up(run, "had not begun")
             self._waiting.clear()
             self._changed.notify_all()
+            self._tell_load()
 
     def _give_up(self, run: Run, why: str) -> None:
-        log.warning("shutting down: %s %s and is given up", run.lease, why)
+        log.warning("shutting down: %s %s and is given up", run.lease, why, extra=run.lease.ids)
         self._heartbeats.remove(run.lease)
-        run.lease.lose(LeaseSuperseded("this process is shutting down"))
+        run.lease.lose(LeaseSuperseded("this process is shutting down"), "shutdown")
+
+    def _tell_load(self) -> None:
+        """Tell whoever watches how much is held; call with the lock held, so that none is late."""
+        if observers.installed:
+            observers.tell(
+                "load",
+                self._agent_id,
+                waiting=len(self._waiting),
+                running=len(self._running),
+                max_queue=self._queue_limit,
+                max_concurrency=self._limit,
+            )
 
     # Threads
 
@@ -213,15 +246,17 @@ class Workers:
                     self._threads -= 1
                     return
                 self._running.add(run)
+                self._tell_load()
             try:
                 self._run(run)
             except BaseException:
-                log.exception("abandoned: %s", run.lease)
+                log.exception("abandoned: %s", run.lease, extra=run.lease.ids)
             finally:
                 self._heartbeats.remove(run.lease)
                 with self._changed:
                     self._running.discard(run)
                     self._changed.notify_all()
+                    self._tell_load()
                 del run
 
     def _next(self) -> Run | None:
@@ -247,6 +282,7 @@ class Workers:
                 self._waiting.remove(run)
                 self._heartbeats.remove(run.lease)
                 self._changed.notify_all()
+                self._tell_load()
             elif not self._must_wait(run):
                 self._waiting.remove(run)
                 return run

@@ -83,7 +83,7 @@ class _Asking:
         self._exchange = exchange
 
     def answer(self, retries: int) -> Answer:
-        with self._context.running():
+        with self._context.within(self._step_id), self._context.running():
             outcome = self._outcome(retries)
             if isinstance(outcome, Incoming):
                 return self._streamed(outcome)

@@ -8,6 +8,8 @@ starting one would take longer than all the rest that happens before the first b
 from __future__ import annotations
 
 import codecs
+import contextvars
+import functools
 import logging
 import queue
 import threading
@@ -83,6 +85,7 @@ class LiveChannel:
 
     def __init__(self, send: Callable[[int, str], None]) -> None:
         self._send = send
+        self._context = contextvars.copy_context()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._changed = threading.Condition()
         self._waiting: list[str] = []
@@ -104,7 +107,7 @@ class LiveChannel:
             self._size += len(text)
             if not self._started:
                 self._started = True
-                _publishers.run(self._publish)
+                _publishers.run(functools.partial(self._context.run, self._publish))
             self._changed.notify_all()
 
     def close(self, wait: bool = True) -> None:

@@ -138,7 +138,8 @@ class StreamedBody:
             record()
         except (ControlFlow, Exception) as exc:
             # Control flow is remembered by the context, and raised by the next effect.
-            log.info("an answer was not recorded: %s (step %s)", exc, self._step_id)
+            extra = {"step_id": self._step_id}
+            log.info("an answer was not recorded: %s (step %s)", exc, self._step_id, extra=extra)
 
     def _take_in(self) -> None:
         with self._reading:
@@ -152,7 +153,8 @@ class StreamedBody:
                 chunk = next(self._incoming.chunks, None)
             except Exception as exc:
                 failure = self._exchange.failure(exc)
-                log.warning("%s broke off: %s", self._target, failure, exc_info=exc)
+                extra = {"step_id": self._step_id}
+                log.warning("%s broke off: %s", self._target, failure, exc_info=exc, extra=extra)
                 self._end(failure)
                 break
             except BaseException:

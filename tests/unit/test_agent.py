@@ -471,7 +471,7 @@ def test_a_failure_of_the_handler_is_logged(
     kernel: ScriptedKernel, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_once(kernel, raising(ValueError("bad")))
-    (record,) = [r for r in caplog.records if r.name == "rebuno_sync.agent" and r.exc_info]
+    (record,) = [r for r in caplog.records if r.name == "rebuno_sync.attempt" and r.exc_info]
     assert record.levelno == logging.ERROR
     caplog.clear()
     run_once(kernel, raising(PolicyError("no")))

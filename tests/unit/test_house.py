@@ -25,7 +25,8 @@ FLOORS: list[set[str]] = [
     {"serving.flask_blueprint", "serving.server"},
     {"serving.gunicorn_hooks"},
     {"agent"},
-    {"processes", "inputs"},
+    {"attempt", "processes"},
+    {"inputs"},
     {"workers"},
     # Effects record through the context; the agent knows none of them.
     {"effects.llm_bridge", "effects.mcp"},
@@ -36,13 +37,15 @@ FLOORS: list[set[str]] = [
     {"effects.step", "effects.tool", "effects.llm", "effects.llm_live", "effects.mcp_connection"},
     {"effects.options", "effects.background"},
     {"context"},
-    {"outcomes", "kernel_client"},
+    # Nothing imports these: an app switches them on.
+    {"telemetry.opentelemetry", "telemetry.prometheus"},
+    {"outcomes", "step_watches", "kernel_client"},
     {"decisions", "lease", "client", "agent_secrets", "claims"},
     {"transport", "signing"},
     {"connections", "wire"},
     {"errors"},
     # What knows nothing of Rebuno.
-    {"functions", "forks", "threads", "live_text", "version"},
+    {"functions", "forks", "threads", "live_text", "version", "logs", "observers"},
 ]
 #: What the embedded kernel takes from the SDK; the last is how the words of a model are read
 #: from its stream, which the kernel's page shows as the command line does.
