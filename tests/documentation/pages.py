@@ -1,7 +1,8 @@
 """Finds the code blocks of a Markdown page.
 
-A block is run unless the line before it is ``<!-- not run: why -->``. A ``text`` block right after
-a ``python`` block is what that one must print.
+A block is run unless the line before it is ``<!-- not run: why -->``, or names the test that runs
+it, as in ``<!-- run by tests/integration/test_x.py -->``. A ``text`` block right after a ``python``
+block is what that one must print.
 """
 
 from __future__ import annotations
@@ -13,16 +14,26 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 _FENCE = re.compile(r"^(\s*)```(\w*)\s*$")
 _NOT_RUN = re.compile(r"^\s*<!-- not run: \S.* -->\s*$")
+_RUN_BY = re.compile(r"^\s*<!-- run by (\S+) -->\s*$")
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One fenced block: its language, its text, the line it begins on, and whether to run it."""
+    """One fenced block.
+
+    Attributes:
+        language: the word after its fence.
+        text: what is in it.
+        line: the line it begins on.
+        run: whether to run it as a part of its page.
+        by: the test that runs it otherwise, if one does.
+    """
 
     language: str
     text: str
     line: int
     run: bool
+    by: str = ""
 
 
 def pages() -> list[Path]:
@@ -44,6 +55,7 @@ def blocks(page: Path) -> list[Block]:
         end = next(i for i in range(at + 1, len(lines)) if lines[i].strip() == "```")
         body = "\n".join(line.removeprefix(indent) for line in lines[at + 1 : end]) + "\n"
         before = next((line for line in reversed(lines[:at]) if line.strip()), "")
-        found.append(Block(language, body, at + 2, not _NOT_RUN.match(before)))
+        by = match[1] if (match := _RUN_BY.match(before)) else ""
+        found.append(Block(language, body, at + 2, not (by or _NOT_RUN.match(before)), by))
         at = end + 1
     return found

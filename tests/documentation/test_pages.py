@@ -39,6 +39,13 @@ def test_every_link_between_pages_leads_somewhere() -> None:
     assert not broken
 
 
+def test_every_test_that_a_page_names_runs_its_blocks() -> None:
+    named = {(page.name, b.by) for page in pages() for b in blocks(page) if b.by}
+    assert named
+    for page, test in named:
+        assert page in (ROOT / test).read_text(encoding="utf-8"), f"{test} does not read {page}"
+
+
 def test_every_example_is_run_by_a_test() -> None:
     tests = "\n".join(
         path.read_text(encoding="utf-8")
