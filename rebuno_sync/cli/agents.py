@@ -64,7 +64,11 @@ def list_agents(session: Session, ids: bool) -> None:
     metavar="NAME",
     help="The environment variable that holds the secret.",
 )
-@click.option("--secret-file", metavar="FILE", help="The file that holds it; - for the input.")
+@click.option(
+    "--secret-file",
+    metavar="FILE",
+    help="The file that holds it, in its first line; - for the input.",
+)
 @click.option("--secret", metavar="TEXT", help="The secret itself; others here can read it.")
 @click.option(
     "--lease-timeout",
@@ -103,7 +107,8 @@ def _secret(given: str | None, file: str | None, variable: str) -> str:
     if given is not None and file is not None:
         raise Misuse("give the secret with --secret or --secret-file, not both")
     if given is None and file is not None:
-        given = read_text(file).rstrip("\r\n")
+        # An agent's own file may have several, the newest first; the kernel takes one.
+        given = next((line.strip() for line in read_text(file).splitlines() if line.strip()), "")
     if given is None:
         given = os.environ.get(variable)
     if given is None and sys.stdin.isatty():
