@@ -16,7 +16,7 @@ demo: $(READY)
 	$(BIN)/python -m examples.licence_report.demo
 
 test: lint $(PEERS)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: $(DEV)
 	$(BIN)/ruff check .

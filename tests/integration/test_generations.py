@@ -535,7 +535,11 @@ def test_what_the_handler_returns_is_the_output(
     assert json.loads(run.output.text) == output
 
 
-@pytest.mark.parametrize("value", [object(), {1: 2}, float("nan"), {"a": {"b": b"x"}}], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1: 2}, float("nan"), {"a": {"b": b"x"}}],
+    ids=["object", "number as key", "nan", "bytes"],
+)
 def test_an_output_that_is_not_json_fails(kernel: ScriptedKernel, value: Any) -> None:
     run = run_once(kernel, lambda: value)
     assert run.status == "failed"

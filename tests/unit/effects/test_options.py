@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -63,7 +64,9 @@ def work() -> None:
     raise AssertionError("it must not run")
 
 
-@pytest.mark.parametrize(("wrong", "kind", "message"), WRONG, ids=[str(w[0]) for w in WRONG])
+@pytest.mark.parametrize(
+    ("wrong", "kind", "message"), WRONG, ids=[re.sub(r" at 0x\w+", "", str(w[0])) for w in WRONG]
+)
 def test_what_makes_no_sense(wrong: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         tool("work", **wrong)(work)
