@@ -24,9 +24,10 @@ class DispatchEvent:
     Attributes:
         carrier: what :meth:`Observer.carrier` kept of the webhook's headers.
         waited: how long it was in the queue, in seconds.
-        outcome: ``completed``, ``failed``, ``blocked``, ``terminated``, ``superseded``;
-            ``abandoned`` when it was given up, so that it is delivered again; ``ended_before``
-            when there was nothing left to do.
+        outcome: ``completed``, ``failed``, ``blocked``, ``terminated``; ``superseded`` when its
+            lease was lost, or given up since the kernel was out of reach; ``abandoned`` when it
+            was given up otherwise, so that it is delivered again; ``ended_before`` when there
+            was nothing left to do.
         reason: the reason that was reported for a failure.
         error: what the handler raised, if that is why it failed.
         seconds: how long it took.

@@ -13,19 +13,24 @@ A process drains its agents by itself when it ends. The hooks begin earlier and 
 4. What is not done then is given up, and the log says which executions: their leases are renewed
    no more, nothing is reported failed, and another worker continues them.
 
+``child_exit``, in the master, has the Prometheus client forget the gauges of a worker that is gone,
+when metrics are kept for several processes (``PROMETHEUS_MULTIPROC_DIR``).
+
 A configuration that has hooks of its own under the same names calls these from them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import signal
 from types import FrameType
 from typing import Any
 
 from ..processes import drain, refuse_dispatches
 
-__all__ = ["post_worker_init", "worker_abort", "worker_exit", "worker_int"]
+__all__ = ["child_exit", "post_worker_init", "worker_abort", "worker_exit", "worker_int"]
 
 log = logging.getLogger(__name__)
 
@@ -61,3 +66,13 @@ def worker_exit(server: Any, worker: Any) -> None:
     limit = max(worker.cfg.timeout - _MARGIN, 0.0) if worker.cfg.timeout else None
     if not drain(limit):
         log.warning("worker %s ends with handlers that still run", worker.pid)
+
+
+def child_exit(server: Any, worker: Any) -> None:
+    """Take the gauges of a worker that is gone out of the sums, however it went."""
+    if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        # The directory may belong to an app whose workers alone have the client.
+        with contextlib.suppress(ImportError):
+            from prometheus_client import multiprocess
+
+            multiprocess.mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]

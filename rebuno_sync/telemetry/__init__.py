@@ -1,0 +1,1 @@
+"""Telemetry to switch on: :mod:`.opentelemetry` for traces, :mod:`.prometheus` for metrics."""

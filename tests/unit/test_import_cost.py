@@ -29,9 +29,13 @@ HEAVY = (
     "fastmcp",
     "asyncio",
     "sqlite3",
+    "opentelemetry",
+    "prometheus_client",
+    "structlog",
     "rebuno_sync.kernel",
     "rebuno_sync.cli",
     "rebuno_sync.testing",
+    "rebuno_sync.telemetry",
     "rebuno_sync.connections",
 )
 

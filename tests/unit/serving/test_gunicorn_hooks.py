@@ -81,4 +81,6 @@ from rebuno_sync.serving.gunicorn_hooks import *
 print(sorted(set(globals()) - before))
 """
     )
-    assert told == "['post_worker_init', 'worker_abort', 'worker_exit', 'worker_int']\n"
+    assert told == (
+        "['child_exit', 'post_worker_init', 'worker_abort', 'worker_exit', 'worker_int']\n"
+    )
