@@ -249,6 +249,19 @@ def test_back_off_counts_attempts_whose_lease_ran_out(kernel: Kernel) -> None:
     assert wait >= 4 - 0.01
 
 
+def test_back_off_is_30_seconds_at_most(kernel: Kernel) -> None:
+    """7: min(30 s, 1 s × 2^(attempt−1)) plus up to 25 % jitter."""
+    kernel.needs_clock()
+    agent = kernel.agent(lease_timeout=60)
+    agent.inbox.answer_next(*[200] * 6, 500)
+    attempt = agent.start()
+    while attempt.attempt < 7:
+        attempt = attempt.lapse()
+    wait, _ = waited(attempt)
+    bit = 2**6 / 20
+    assert 30 - 0.01 <= wait <= 30 * 1.25 + bit
+
+
 def test_exhausted(agent: Agent) -> None:
     """7: after 5 attempts the execution fails with dispatch_exhausted."""
     agent.inbox.default = (500, {})
