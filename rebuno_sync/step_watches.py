@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from . import logs
 from .decisions import Replayed, Run
 from .errors import (
     APIError,
@@ -20,6 +19,7 @@ from .errors import (
     RateLimited,
     Terminated,
 )
+from .logs import WithinStep
 from .observers import StepEvent, Watch
 from .wire import Kind
 
@@ -57,12 +57,10 @@ class StepWatches:
             _end(watch, found)
         return found
 
-    @contextlib.contextmanager
-    def within(self, step_id: str) -> Iterator[None]:
+    def within(self, step_id: str) -> contextlib.AbstractContextManager[None]:
         """Have this thread work on a step within the block."""
         watch = self._watches.get(step_id)
-        with logs.within_step(step_id), watch.current() if watch else contextlib.nullcontext():
-            yield
+        return WithinStep(step_id) if watch is None else _within(step_id, watch)
 
     def ended(self, stands: Replayed) -> Replayed:
         """Tell that a step has ended, if it has not been told, and return how."""
@@ -78,6 +76,12 @@ class StepWatches:
             if watch is not None:
                 watch.event.outcome, watch.event.error = "abandoned", signal
                 watch.end()
+
+
+@contextlib.contextmanager
+def _within(step_id: str, watch: Watch[StepEvent]) -> Iterator[None]:
+    with WithinStep(step_id), watch.current():
+        yield
 
 
 def _end(watch: Watch[StepEvent], stands: Replayed) -> None:
