@@ -1,6 +1,7 @@
 # fulfilment.py
 """The agent: pays each item of an order to whoever sells it, exactly once."""
 
+import logging
 import os
 from typing import Any
 
@@ -9,6 +10,7 @@ import requests
 
 from rebuno_sync import Agent, execution, tool
 
+log = logging.getLogger(__name__)
 agent = Agent("shop", max_concurrency=16, shutdown_timeout=20)
 
 
@@ -33,6 +35,7 @@ def charge(item: str, cents: int) -> str:
     order = {"reference": reference(item), "cents": cents}
     answer = requests.post(charges(), json=order, timeout=60)
     answer.raise_for_status()
+    log.info("charged %s", item)
     return answer.json()["receipt"]
 
 

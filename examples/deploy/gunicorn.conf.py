@@ -16,15 +16,25 @@ control_socket_disable = True  # it would lie in the home of a user who has none
 logconfig_dict = {
     "version": 1,
     "disable_existing_loggers": False,
+    "filters": {
+        "execution": {"()": "rebuno_sync.logs.ExecutionFilter", "absent": "-"},
+    },
     "formatters": {
-        "line": {"format": "%(levelname)s %(process)d %(name)s: %(message)s"},
+        "line": {
+            "format": "%(levelname)s %(process)d %(execution_id)s %(dispatch_attempt)s"
+            " %(name)s: %(message)s"
+        },
     },
     "handlers": {
-        "stderr": {"class": "logging.StreamHandler", "formatter": "line"},
+        "stderr": {
+            "class": "logging.StreamHandler",
+            "formatter": "line",
+            "filters": ["execution"],
+        },
     },
     "root": {"level": "INFO", "handlers": ["stderr"]},
     "loggers": {
         "gunicorn.error": {"level": "INFO", "handlers": [], "propagate": True},
-        "gunicorn.access": {"level": "INFO", "handlers": [], "propagate": True},
+        "gunicorn.access": {"level": "WARNING", "handlers": [], "propagate": True},  # nginx has it
     },
 }

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from click.testing import CliRunner, Result
 
-from rebuno_sync import Client, execution, step, tool
+from rebuno_sync import Client, execution, signing, step, tool
 from rebuno_sync.agent_secrets import Secrets
 from rebuno_sync.cli.root import root
 from rebuno_sync.kernel import EmbeddedKernel
@@ -478,6 +479,24 @@ def test_agents_are_added_listed_and_removed(served: Running, tmp_path: Path) ->
     removed = run(url, "agents", "rm", "new0", "new1", "new2", "new3", "new0")
     assert removed.exit_code == 1
     assert removed.stdout.splitlines() == [f"removed new{n}" for n in range(4)]
+
+
+def test_of_an_agents_own_file_of_secrets_the_kernel_gets_the_first(
+    served: Running, tmp_path: Path
+) -> None:
+    (tmp_path / "secrets").write_text("\n the-new-one \nthe-old-one\n")
+    arguments = ("--secret-file", str(tmp_path / "secrets"))
+    assert run(served.kernel.url, "agents", "add", "x", "http://x", *arguments).exit_code == 0
+    url = f"{served.kernel.url}/v0/executions/{served.client.create('x').id}"
+    answered = [
+        requests.get(
+            url,
+            headers={"Rebuno-Agent-Id": "x", "Rebuno-Signature": signing.sign_body(secret, b"")},
+            timeout=30,
+        ).status_code
+        for secret in ("the-new-one", "the-old-one", "the-new-one \nthe-old-one")
+    ]
+    assert answered == [200, 401, 401]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--secret", ""], ["--secret-file", "-"]])
