@@ -204,8 +204,8 @@ def webhook_body(claim: Claim) -> bytes:
     )
 
 
-def post_webhook(claim: Claim) -> int | None:
-    """Post the webhook; return the status, or ``None`` when there was no answer."""
+def post_webhook(claim: Claim, timeout: float = WEBHOOK_TIMEOUT) -> int | None:
+    """Post the webhook; return the status, or ``None`` when none came in ``timeout`` seconds."""
     if claim.webhook_url is None:
         _log.warning("agent %s is not registered any more", claim.agent_id)
         return None
@@ -224,7 +224,7 @@ def post_webhook(claim: Claim) -> int | None:
                 claim.webhook_url,
                 data=body,
                 headers=headers,
-                timeout=WEBHOOK_TIMEOUT,
+                timeout=timeout,
                 allow_redirects=False,
                 stream=True,
             ) as answer:

@@ -67,7 +67,7 @@ class Fleet:
     def restart(self) -> None:
         """Start another gunicorn after the first one has ended."""
         self.master.wait(60)
-        self.master = _gunicorn(self.kernel.url, self.journal, self.listener, self.options)
+        self.master = _start(self.kernel.url, self.journal, self.listener, self.options)
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def fleet_of(journal: Path, *options: str) -> Iterator[Fleet]:
     ):
         webhook = f"http://127.0.0.1:{listener.getsockname()[1]}/webhook"
         client.register_agent(AGENT, webhook, SECRET, lease_timeout_seconds=LEASE)
-        master = _gunicorn(kernel.url, journal, listener, options)
+        master = _start(kernel.url, journal, listener, options)
         fleet = Fleet(kernel, client, journal, master, options, listener)
         try:
             yield fleet
@@ -95,23 +95,40 @@ def fleet_of(journal: Path, *options: str) -> Iterator[Fleet]:
                 fleet.master.wait()
 
 
-def _gunicorn(
+def _start(
     kernel_url: str, journal: Path, listener: socket.socket, options: tuple[str, ...]
 ) -> subprocess.Popen[bytes]:
+    always = ("--threads", "4", "--timeout", "300", "--graceful-timeout", "5")
+    return gunicorn("gunicorn_app", kernel_url, journal, listener, (*always, *options))
+
+
+def gunicorn(
+    module: str,
+    kernel_url: str,
+    journal: Path,
+    listener: socket.socket,
+    options: tuple[str, ...],
+    **environment: str,
+) -> subprocess.Popen[bytes]:
+    """Start a gunicorn of two workers with the app of a module beside this one.
+
+    It leads a process group of its own, and writes its log to ``log`` in the journal.
+    """
     environment = {
         **os.environ,
         "REBUNO_URL": kernel_url,
         "REBUNO_AGENT_SECRET": SECRET,
         "JOURNAL": str(journal),
+        **environment,
     }
-    command = [sys.executable, "-m", "gunicorn", "tests.faults.gunicorn_app:app"]
-    always = ["--workers", "2", "--threads", "4", "--timeout", "300", "--graceful-timeout", "5"]
+    command = [sys.executable, "-m", "gunicorn", f"tests.faults.{module}:app", "--workers", "2"]
     with (journal / "log").open("ab") as log:
         return subprocess.Popen(
-            [*command, *always, "--bind", f"fd://{listener.fileno()}", *options],
+            [*command, "--bind", f"fd://{listener.fileno()}", *options],
             cwd=ROOT,
             env=environment,
             stdout=log,
             stderr=log,
             pass_fds=[listener.fileno()],
+            start_new_session=True,
         )

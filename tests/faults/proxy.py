@@ -1,4 +1,7 @@
-"""A proxy between an agent and its kernel that spoils chosen calls, over real sockets."""
+"""A proxy between an agent and its kernel that spoils chosen calls, over real sockets.
+
+It stands in front of either: of a kernel for what agents send, or of an agent for its webhooks.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
+from rebuno_sync.wire import EXECUTION_ID_HEADER
 from tests.scripted.routes import call_of
 from tests.scripted.serving import wait_until
 
@@ -22,9 +26,15 @@ _FIN_WAIT_1 = 4
 _HTML = b"<html><body><h1>Something else lives here</h1></body></html>"
 
 
+#: Stands for every call, where one is picked by its count among all.
+ANY = "any"
+
+
 class Fault(enum.Enum):
     """What becomes of one call."""
 
+    #: The connection breaks before anything reaches the kernel.
+    DROPPED = "cut before the request"
     #: Half of the request reaches the kernel, then both connections break.
     CUT = "request cut midway"
     #: The kernel does it; the answer never arrives.
@@ -43,6 +53,12 @@ class Fault(enum.Enum):
     GATEWAY_BEFORE = "502, not processed"
     #: The kernel does it; a proxy gave up waiting.
     GATEWAY_AFTER = "504, processed"
+    #: The connection is half open: the request goes nowhere, and nobody says so.
+    HALF_OPEN = "half-open connection"
+    #: It arrives twice at once, on connections of its own.
+    TWICE = "delivered twice"
+    #: The caller hears nothing; it arrives after the next one for the same execution.
+    OVERTAKEN = "overtaken by the next"
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,7 @@ class FaultProxy:
     connections at once, for the moment just before a call.
 
     Args:
-        upstream: the kernel's URL.
+        upstream: the URL of what it stands in front of.
 
     Attributes:
         passed: every request that came by, oldest first.
@@ -75,10 +91,7 @@ class FaultProxy:
     """
 
     def __init__(self, upstream: str) -> None:
-        url = urlsplit(upstream)
-        assert url.hostname is not None
-        assert url.port is not None
-        self._upstream = (url.hostname, url.port)
+        self.pass_to(upstream)
         self.passed: list[Passed] = []
         self.refused = 0
         self._refusals_left = 0
@@ -88,7 +101,7 @@ class FaultProxy:
         self._clients: set[socket.socket] = set()
         self._idle: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
-        self._stopped = False
+        self._overtaken: dict[str, bytes] = {}
         # Bound but not listening: it keeps the port while connections are refused.
         self._guard = _bound(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._guard.getsockname()
@@ -99,8 +112,18 @@ class FaultProxy:
         """The kernel's address as the agent knows it."""
         return f"http://{self.address[0]}:{self.address[1]}"
 
+    def pass_to(self, upstream: str) -> None:
+        """Pass what comes from now on to another place."""
+        url = urlsplit(upstream)
+        assert url.hostname is not None
+        assert url.port is not None
+        self._upstream = (url.hostname, url.port)
+
     def spoil(self, call: str, nth: int, fault: Fault, times: int = 1) -> None:
-        """Let ``fault`` happen to the ``nth`` arrival of a call, and to ``times - 1`` more."""
+        """Let ``fault`` happen to the ``nth`` arrival of a call, and to ``times - 1`` more.
+
+        ``ANY`` counts the arrivals of all calls.
+        """
         for i in range(times):
             self._faults[call, nth + i] = fault
 
@@ -111,8 +134,16 @@ class FaultProxy:
         """
         with self._changed:
             self._refusals_left = times
+        self.close_port()
+
+    def close_port(self) -> None:
+        """Refuse every connection until :meth:`open_port`; those that are idle end."""
         self._unlisten()
         self.drop_idle()
+
+    def open_port(self) -> None:
+        """Take connections again."""
+        self._listen()
 
     def drop_idle(self) -> None:
         """End every kept-alive connection; on return the other side has been told."""
@@ -178,7 +209,8 @@ class FaultProxy:
     def _converse(self, client: socket.socket) -> None:
         reader = client.makefile("rb")
         try:
-            with contextlib.suppress(OSError):
+            # A kernel that dies within an answer leaves half a one.
+            with contextlib.suppress(OSError, http.client.HTTPException):
                 while self._one(client, reader):
                     pass
         finally:
@@ -199,12 +231,16 @@ class FaultProxy:
         while (row := reader.readline()) not in (b"\r\n", b""):
             head += row
         head += b"\r\n"
-        body = reader.read(int(_header(head, "Content-Length") or 0))
+        length = int(_header(head, "Content-Length") or 0)
+        body = reader.read(length)
+        if len(body) < length:
+            return False
         method, target, _ = line.decode("latin-1").split(" ")
         call = call_of(method, target)
         with self._changed:
             fault = self._faults.pop((call, self._seen[call]), None)
-            self._seen[call] += 1
+            fault = self._faults.pop((ANY, self._seen[ANY]), None) or fault
+            self._seen.update((call, ANY))
         status, answer = self._pass_on(method, head, body, fault)
         self._note(Passed(call, head, body, fault, status))
         return self._reply(client, reader, fault, answer)
@@ -212,9 +248,15 @@ class FaultProxy:
     def _pass_on(
         self, method: str, head: bytes, body: bytes, fault: Fault | None
     ) -> tuple[int | None, bytes]:
-        if fault in (Fault.ERROR_BEFORE, Fault.HTML_BEFORE, Fault.GATEWAY_BEFORE):
+        if fault in _NEVER_ARRIVES:
             return None, b""
         whole = head + body
+        if fault is Fault.OVERTAKEN:
+            with self._changed:
+                self._overtaken[_header(head, EXECUTION_ID_HEADER)] = whole
+            return None, b""
+        if fault is Fault.TWICE:
+            self._repeat(whole)
         with socket.create_connection(self._upstream, timeout=30) as kernel:
             if fault is Fault.CUT:
                 # A request without a body is cut inside its headers.
@@ -234,16 +276,36 @@ class FaultProxy:
                 rows.append(f"Content-Length: {len(content)}")
             status = response.status
             response.close()
+        with self._changed:
+            earlier = self._overtaken.pop(_header(head, EXECUTION_ID_HEADER), None)
+        if earlier is not None:
+            self._repeat(earlier)
         return status, "\r\n".join([*rows, "", ""]).encode("latin-1") + content
+
+    def _repeat(self, whole: bytes) -> None:
+        """Send a request on a connection of its own; nobody waits for the answer."""
+
+        def send() -> None:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(self._upstream, timeout=30) as again,
+            ):
+                again.sendall(whole)
+                again.recv(1)
+
+        thread = threading.Thread(target=send)
+        with self._changed:
+            self._threads.append(thread)
+        thread.start()
 
     def _reply(
         self, client: socket.socket, reader: Any, fault: Fault | None, answer: bytes
     ) -> bool:
-        if fault in (Fault.CUT, Fault.LOST):
+        if fault in (Fault.DROPPED, Fault.CUT, Fault.LOST, Fault.OVERTAKEN):
             # Linger of nought: the connection is reset rather than ended.
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             return False
-        if fault is Fault.LATE:
+        if fault in (Fault.LATE, Fault.HALF_OPEN):
             reader.read(1)
             return False
         with self._changed:
@@ -327,6 +389,13 @@ def _page(status: str, content_type: str, body: bytes) -> bytes:
     return "\r\n".join([*rows, "", ""]).encode("latin-1") + body
 
 
+_NEVER_ARRIVES = {
+    Fault.DROPPED,
+    Fault.ERROR_BEFORE,
+    Fault.HTML_BEFORE,
+    Fault.GATEWAY_BEFORE,
+    Fault.HALF_OPEN,
+}
 _INTERNAL = b'{"code":"internal_error","message":"internal error"}'
 _SPOILED = {
     Fault.ERROR_BEFORE: _page("500 Internal Server Error", "application/json", _INTERNAL),
