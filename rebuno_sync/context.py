@@ -446,7 +446,8 @@ class ExecutionContext:
             if ending is None:
                 if exc.code == "unknown_decision":
                     self._fatal = self._fatal or exc
-                if not is_transient(exc.status_code):
+                # A refused signature is none of the handler's doing either.
+                if not is_transient(exc.status_code) and exc.status_code != 401:
                     raise
                 ending, why = _given_up(exc), "unreachable"
             self._end_lease(ending, why)

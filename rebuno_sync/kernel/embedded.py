@@ -13,6 +13,7 @@ from typing import Any
 from flask import Flask
 
 from rebuno_sync.kernel import manifest as manifests
+from rebuno_sync.kernel import queries
 from rebuno_sync.kernel.activity import Activity
 from rebuno_sync.kernel.api import Api
 from rebuno_sync.kernel.auth import Authenticator
@@ -123,6 +124,8 @@ class EmbeddedKernel:
         entries = () if self._manifest is None else manifests.load(self._manifest)
         store = Store(self._path, self._clock)
         try:
+            with store.read() as tx:
+                self._clock.not_before(queries.last_change(tx))
             with store.write() as tx:
                 manifests.apply(tx, entries)
             hub = Hub()

@@ -21,6 +21,12 @@ def execution(tx: Transaction, execution_id: str) -> sqlite3.Row:
     return row
 
 
+def last_change(tx: Transaction) -> float:
+    """Return when an execution last changed, in seconds since the Unix epoch; 0 without any."""
+    row = tx.one("SELECT max(updated_at) AS last FROM executions")
+    return 0.0 if row is None or row["last"] is None else float(row["last"])
+
+
 def executions(
     tx: Transaction,
     filters: dict[str, str],

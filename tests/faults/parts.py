@@ -139,6 +139,7 @@ class AgentSide:
                 self._listener,
                 tuple(options),
                 SIGNATURE=self._plan.signature,
+                REBUNO_CLAIMS_DIR=str(self._folder),
             )
         )
 

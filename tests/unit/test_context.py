@@ -411,13 +411,10 @@ def test_answers_to_reports(kernel: MemoryKernel, call: str, answer: Any, expect
         )
 
 
-@pytest.mark.parametrize(
-    "error", [ValidationError("m", "x", 400), UnauthorizedError("m", "x", 401)], ids=str
-)
-def test_a_refused_submission_is_the_handlers_to_see(kernel: MemoryKernel, error: APIError) -> None:
-    kernel.answers["submit"] = [error]
+def test_a_refused_submission_is_the_handlers_to_see(kernel: MemoryKernel) -> None:
+    kernel.answers["submit"] = [ValidationError("m", "x", 400)]
     with in_execution(kernel) as context:
-        with pytest.raises(type(error)):
+        with pytest.raises(ValidationError):
             context.perform(effect())
         assert context.signal is None
         assert not context.cancelled.is_set()
@@ -431,6 +428,7 @@ def test_a_refused_submission_is_the_handlers_to_see(kernel: MemoryKernel, error
         APIError("m", "internal_error", 500),
         APIError("m", "http_503", 503),
         APIError("m", "http_429", 429),
+        UnauthorizedError("m", "unauthorized", 401),
         ConflictError("m", "lease_superseded", 409),
     ],
     ids=str,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from rebuno_sync import Client, signing, wire
 from rebuno_sync import kernel_client as kernel_client_module
-from rebuno_sync import signing, wire
 from rebuno_sync import transport as transport_module
 from rebuno_sync.agent_secrets import Secrets
 from rebuno_sync.errors import (
@@ -20,10 +21,12 @@ from rebuno_sync.errors import (
     NotFoundError,
     UnauthorizedError,
 )
+from rebuno_sync.kernel import EmbeddedKernel
 from rebuno_sync.kernel_client import KernelClient, Signature
 from rebuno_sync.lease import Lease
+from rebuno_sync.transport import Answer as Received
 from rebuno_sync.transport import Transport
-from rebuno_sync.wire import Idempotency, Kind
+from rebuno_sync.wire import Dispatch, Idempotency, Kind
 from tests.scripted import (
     GENERATION_1,
     GENERATION_2,
@@ -246,6 +249,50 @@ def test_a_submission_refused_for_its_signature_is_made_once(kernel3: ScriptedKe
     assert decision.decision == "proceed"
     assert [r.answer.status for r in kernel3.sent("submit")] == [401, 200]
     assert len(run.steps) == 1
+
+
+@pytest.mark.parametrize("off", [-600.0, 600.0], ids=["back", "ahead"])
+@pytest.mark.parametrize("signature", ["auto", "v1"])
+def test_a_clock_that_is_off_is_made_up_for(
+    monkeypatch: pytest.MonkeyPatch, signature: Signature, off: float
+) -> None:
+    machine = types.SimpleNamespace(time=lambda: time.time() + off)
+    monkeypatch.setattr(kernel_client_module, "time", machine)
+    with EmbeddedKernel(accept_body_signatures=False) as kernel, Client(kernel.url) as operator:
+        # Nobody is there to take it; the dispatch is what this test makes of it.
+        operator.register_agent("a1", "http://127.0.0.1:1/", "orchard-secret")
+        created = operator.create("a1", None)
+        transport = Transport(kernel.url, timeout=5.0)
+        client = KernelClient("a1", Secrets("orchard-secret"), transport, signature)
+        sent: list[str] = []
+        once = transport.send_once
+
+        def noting(*args: Any, **kwargs: Any) -> Received:
+            answer = once(*args, **kwargs)
+            sent.append(str(answer.status))
+            return answer
+
+        monkeypatch.setattr(transport, "send_once", noting)
+        lease = Lease(Dispatch(created.id, "0192f3a4-0000-7000-8000-000000000000", 1, 60.0))
+        assert client.execution(created.id, lease).id == created.id
+        refused = ["401", "401"] if signature == "auto" else ["401"]
+        assert sent == [*refused, "200"]
+        client.execution(created.id, lease)
+        assert sent == [*refused, "200", "200"], "the clock is asked for once"
+        machine.time = time.time  # and set right
+        client.execution(created.id, lease)
+        assert sent[-2:] == ["401", "200"]
+
+
+def test_a_clock_that_is_right_is_not_blamed() -> None:
+    with EmbeddedKernel() as kernel, Client(kernel.url) as operator:
+        operator.register_agent("a1", "http://127.0.0.1:1/", "orchard-secret")
+        created = operator.create("a1", None)
+        client = KernelClient("a1", Secrets("another"), Transport(kernel.url, timeout=5.0), "v1")
+        lease = Lease(Dispatch(created.id, "0192f3a4-0000-7000-8000-000000000000", 1, 60.0))
+        with pytest.raises(UnauthorizedError):
+            client.execution(created.id, lease)
+        assert client._clock_offset == 0.0
 
 
 def test_each_try_is_signed_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
