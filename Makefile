@@ -9,7 +9,9 @@ PEERS := .peers/.ready
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint format bench dev clean
+.PHONY: demo test lint format bench faults soak dev clean
+
+MINUTES ?= 60
 
 # The main job: an agent that is killed in the middle and finishes all the same.
 demo: $(READY)
@@ -29,6 +31,14 @@ format: $(DEV)
 
 bench: $(DEV) $(PEERS)
 	$(BIN)/python -m benchmarks
+
+# Runs in which processes are killed, connections cut, disks filled, clocks set.
+faults: $(DEV)
+	$(BIN)/python -m tests.faults
+
+# A bounded load for an hour, which must not make anything grow.
+soak: $(DEV)
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
 # A kernel to develop against, on a file in the working directory.
 dev: $(READY)

@@ -1,12 +1,12 @@
 """Our SDK beside the official one, in one run on one machine.
 
-    python -m benchmarks [--rounds N] [--steps N] [--executions N] [--json FILE]
+    python -m benchmarks [--rounds N] [--steps N] [--executions N] [--crowd N] [--json FILE]
 
 Both run the same handler in a process of their own, on the server that comes with each, against
 one loop-back kernel that answers at once. The rounds are interleaved and the median is taken, so
 that what else the machine does hits both. Without the official SDK ours is measured alone. Then
-come the first byte of streamed LLM calls, recorded and bare, and many executions on one embedded
-kernel.
+come the first byte of streamed LLM calls, recorded and bare, many executions on one embedded
+kernel, and many at once on one gunicorn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import llm, load
+from benchmarks import crowd, llm, load
 from benchmarks.processes import AgentProcess, Kernel, RawSocket, start
 from benchmarks.stages import stages
 from rebuno_sync.version import __version__
@@ -155,7 +155,7 @@ def _figure(value: float) -> str:
 
 
 def main() -> int:
-    """Measure, show, and write the JSON that was asked for; 1 when the load found a fault."""
+    """Measure, show, and write the JSON that was asked for; 1 when a load found a fault."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default 9)")
     parser.add_argument(
@@ -166,6 +166,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--executions", type=int, default=2000, help="how many the load has; 0 for none"
+    )
+    parser.add_argument(
+        "--crowd", type=int, default=500, help="how many are under way at once; 0 for none"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
     given = parser.parse_args()
@@ -179,9 +182,13 @@ def main() -> int:
         found = load.run(given.executions, console)
         load.show(found, console)
         results["load"] = load.as_json(found)
+    if given.crowd:
+        many = crowd.run(given.crowd, crowd.ROUNDS, console)
+        crowd.show(many, console)
+        results["crowd"] = crowd.as_json(many)
     if given.json is not None:
         given.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    return 1 if results.get("load", {}).get("faults") else 0
+    return 1 if any(results.get(name, {}).get("faults") for name in ("load", "crowd")) else 0
 
 
 if __name__ == "__main__":

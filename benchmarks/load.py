@@ -13,14 +13,10 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +24,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks import service
 from benchmarks.load_agents import AGENTS, STEPS
 from rebuno_sync import Client
 from rebuno_sync.wire import Event
 
-SECRET = "a-secret-for-the-load"
 #: How many executions are under way at a time.
 OUTSTANDING = 32
 #: The longest that one execution may take, in seconds.
@@ -70,10 +66,11 @@ def run(executions: int, console: Console) -> Load:
     """Run the load."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        kernel = stack.enter_context(_kernel(folder / "kernel.sqlite3"))
-        assert kernel.stdout is not None
-        url = kernel.stdout.readline().strip()
-        stack.enter_context(_agents(url))
+        url, kernel = stack.enter_context(service.kernel(folder / "kernel.sqlite3"))
+        paths = {f"agent-{number}": f"/{number}/webhook" for number in range(AGENTS)}
+        stack.enter_context(
+            service.agents("benchmarks.load_agents:app", url, paths, "--threads", "8")
+        )
         client = stack.enter_context(Client(url))
         progress = stack.enter_context(Progress(console=console, transient=True))
         task = progress.add_task(f"{executions} executions of {STEPS} steps", total=executions)
@@ -85,13 +82,13 @@ def run(executions: int, console: Console) -> Load:
                 ids.append(done)
                 progress.advance(task)
                 if len(ids) % max(executions // 5, 1) == 0:
-                    memory.append(_rss_mib(kernel.pid))
+                    memory.append(service.held(kernel).mib)
         seconds = time.monotonic() - begin
         task = progress.add_task("reading their logs", total=executions)
         faults, latencies = [], []
         for execution_id in ids:
             events = list(client.events(execution_id))
-            faults += _faults(execution_id, events)
+            faults += log_faults(execution_id, events)
             latencies.append(_latency_ms(events))
             progress.advance(task)
     if len(memory) == 5 and memory[4] > memory[1] * GROWTH:
@@ -107,7 +104,8 @@ def _one(client: Client, number: int) -> str:
     return done.id
 
 
-def _faults(execution_id: str, events: list[Event]) -> list[str]:
+def log_faults(execution_id: str, events: list[Event]) -> list[str]:
+    """Return what is wrong with the log of an execution that took its steps in one attempt."""
     found = []
     if [event.event_seq for event in events] != list(range(1, len(events) + 1)):
         found.append(f"{execution_id}: its log has gaps")
@@ -123,50 +121,6 @@ def _latency_ms(events: list[Event]) -> float:
 
 def _offset(text: str) -> str:
     return text.replace("Z", "+00:00")  # Python 3.10 knows no Z
-
-
-@contextlib.contextmanager
-def _kernel(path: Path) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.load_kernel", str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.communicate(timeout=60)
-
-
-@contextlib.contextmanager
-def _agents(kernel_url: str) -> Iterator[None]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    command = [
-        *(sys.executable, "-m", "gunicorn", "--threads", "8", "--log-level", "error"),
-        *("--bind", f"fd://{listener.fileno()}", "benchmarks.load_agents:app"),
-    ]
-    environment = {**os.environ, "REBUNO_URL": kernel_url, "REBUNO_AGENT_SECRET": SECRET}
-    process = subprocess.Popen(command, env=environment, pass_fds=[listener.fileno()])
-    listener.close()
-    try:
-        with Client(kernel_url) as client:
-            for number in range(AGENTS):
-                webhook = f"http://127.0.0.1:{port}/{number}/webhook"
-                client.register_agent(f"agent-{number}", webhook, SECRET)
-        yield
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def _rss_mib(pid: int) -> float:
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except OSError:  # no such file system here
-        return 0.0
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def show(load: Load, console: Console) -> None:

@@ -50,11 +50,11 @@ class Clock:
         wall, elapsed = self._source(), time.monotonic()
         last_wall, last_elapsed = self._last
         self._last = wall, elapsed
-        passed = elapsed - last_elapsed
         if wall < last_wall:
             self._ahead += last_wall - wall
         elif self._ahead > 0:
-            gained = wall - last_wall - passed
+            passed = wall - last_wall
+            gained = passed - (elapsed - last_elapsed)
             self._ahead -= gained if gained > _LEAP else passed * _SLOWER
             self._ahead = max(0.0, self._ahead)
         return wall + self._ahead + self._moved

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from tests.faults.series import FULL, Series
 
-JOBS = 3
+JOBS = 4
 
 
 def main() -> int:

@@ -241,11 +241,11 @@ class _Stage:
 
     def _refuse_writes(self, incident: Incident, rng: random.Random) -> bool:
         with self._kernel_lock:
-            before = self._kernel.times_said("disk I/O error")
+            before = len(self._calls.passed)
             self._kernel.limit_files(_NO_MORE)
             self._over.wait(incident.seconds)
             self._kernel.limit_files(-1)
-            return self._kernel.times_said("disk I/O error") > before
+            return any(p.status == 500 for p in self._calls.passed[before:])
 
     def _set_clock(self, incident: Incident, rng: random.Random) -> bool:
         of_kernel = incident.kind.what in (Trouble.KERNEL_CLOCK_AHEAD, Trouble.KERNEL_CLOCK_BACK)

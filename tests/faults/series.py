@@ -73,7 +73,7 @@ class Series:
     def show(self, console: Console) -> None:
         """Print what happened and what came of it."""
         table = Table(title=f"{len(self.reports)} runs")
-        for column in ("fault", "happened", "runs with it", "clean", "failed"):
+        for column in ("fault", "times", "runs", "clean", "failed"):
             left = column == "fault"
             table.add_column(column, justify="left" if left else "right", no_wrap=left)
         for kind in map(str, KINDS):

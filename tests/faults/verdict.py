@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -71,6 +72,11 @@ def _of_the_log(events: list[Event]) -> list[str]:
     wrong = []
     if [e.event_seq for e in events] != list(range(1, len(events) + 1)):
         wrong.append(f"its log has gaps: {[e.event_seq for e in events]}")
+    wrong += [
+        f"the time goes back at event {later.event_seq}"
+        for earlier, later in itertools.pairwise(events)
+        if later.occurred_at < earlier.occurred_at
+    ]
     kinds = [e.type for e in events]
     if kinds[:3] != ["execution.created", "execution.started", "dispatch.queued"]:
         wrong.append(f"its log begins with {kinds[:3]}")

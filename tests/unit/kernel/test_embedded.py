@@ -14,6 +14,7 @@ import pytest
 import requests
 import yaml
 
+from rebuno_sync import Client
 from rebuno_sync.kernel import (
     Clock,
     EmbeddedKernel,
@@ -301,6 +302,19 @@ def test_an_empty_manifest_registers_nobody() -> None:
 
 
 # The clock
+
+
+def test_time_does_not_go_back_from_one_start_to_the_next(tmp_path: Path) -> None:
+    stamps = []
+    for now in (1_790_000_600.0, 1_790_000_000.0):
+        machine = Clock(source=lambda now=now: now)
+        with (
+            EmbeddedKernel(tmp_path / "k.sqlite3", clock=machine) as kernel,
+            Client(kernel.url) as client,
+        ):
+            client.register_agent("a1", "http://127.0.0.1:1/", "orchard-secret")
+            stamps.append(client.create("a1", None).created_at)
+    assert stamps[1] >= stamps[0]
 
 
 def test_a_clock_moves_forward_alone() -> None:
