@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 
-
 #: How much slower the time goes while it is ahead of the machine's.
 _SLOWER = 0.1
 #: The machine's clock was set forward when it gained more than this many seconds at once.
