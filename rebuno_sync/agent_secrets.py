@@ -11,7 +11,7 @@ from . import signing
 
 log = logging.getLogger(__name__)
 
-SECRET_VARIABLE = "REBUNO_AGENT_SECRET"
+SECRET_VARIABLE = "REBUNO_AGENT_SECRET"  # a name  # nosec B105
 FILE_VARIABLE = "REBUNO_AGENT_SECRET_FILE"
 
 _HOW = f"pass secret=… or set {SECRET_VARIABLE} in the environment (or {FILE_VARIABLE})"

@@ -138,6 +138,16 @@ class Attempt:
         except RebunoError as exc:
             log.warning("given up, the execution cannot be read: %s: %s", lease, exc)
             return End("abandoned", error=exc)
+        if execution.agent_id != self._agent_id:
+            # Two agents that share a secret take each other's webhooks for their own.
+            log.error(
+                "given up, the execution belongs to agent %s, not to %s; give each agent a secret "
+                "of its own: %s",
+                execution.agent_id,
+                self._agent_id,
+                lease,
+            )
+            return End("abandoned")
         if execution.done:
             log.info("nothing to do, it is %s already: %s", execution.status, lease)
             return End("ended_before")

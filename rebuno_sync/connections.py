@@ -20,10 +20,13 @@ from urllib3.response import BaseHTTPResponse
 from urllib3.util import Timeout
 
 from .errors import NetworkError
+from .slow_peers import PromptResponse
 
 __all__ = ["Timeout", "Way", "find_way", "network_error", "new_session"]
 
 _MAX_KERNELS, _MAX_CONNECTIONS = 256, 128
+#: An answer may take so many times as long as its first byte may.
+_WHOLE_ANSWER = 4.0
 
 
 class _WholeAnswer(BaseHTTPResponse):
@@ -54,6 +57,10 @@ class _WholeAnswer(BaseHTTPResponse):
         """Nothing is left to close; asked for when this is collected."""
 
 
+class _PromptAnswer(PromptResponse):
+    times = _WHOLE_ANSWER
+
+
 class _WholeRequests(HTTPConnection):
     """Sends head and body in one piece, and reads each answer to its end unless asked not to.
 
@@ -76,8 +83,10 @@ class _WholeRequests(HTTPConnection):
 
     def getresponse(self) -> Any:
         if not self._reads_whole or self.sock is None:
+            self.response_class = http.client.HTTPResponse
             return super().getresponse()
         self.sock.settimeout(self.timeout)
+        self.response_class = _PromptAnswer
         return _WholeAnswer(http.client.HTTPConnection.getresponse(self))
 
     def send(self, data: Any) -> None:

@@ -9,11 +9,13 @@ import enum
 import functools
 import json
 import math
+import re
 import uuid
 from collections.abc import Awaitable, Mapping
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
+from . import long_integers
 from .errors import safe_text
 
 AGENT_ID_HEADER: Final = "Rebuno-Agent-Id"
@@ -106,8 +108,8 @@ def encode(value: Any, root: str) -> bytes:
     """Encode ``value`` as JSON, to the same bytes in every version of this package.
 
     Objects keep their order, text is raw UTF-8, floats have the shortest text that reads back
-    the same, integers have any size. Values beyond plain JSON are written so: tuples as lists;
-    dataclasses and pydantic models as objects; enum members as their value; ``datetime``,
+    the same, integers have up to 100000 digits. Values beyond plain JSON are written so: tuples as
+    lists; dataclasses and pydantic models as objects; enum members as their value; ``datetime``,
     ``date`` and ``time`` as ISO 8601; ``UUID`` and ``Decimal`` as text. Sets have no form, in a
     model neither: their order differs between processes.
 
@@ -122,7 +124,7 @@ def encode(value: Any, root: str) -> bytes:
     try:
         return _ENCODER.encode(plain).encode("utf-8")
     except ValueError:  # an integer longer than sys.get_int_max_str_digits()
-        return _encode_with_long_integers(plain).encode("utf-8")
+        return long_integers.encode(plain, root, _ENCODER.encode).encode("utf-8")
 
 
 def to_plain(value: Any, path: str, depth: int = 0) -> Any:
@@ -234,32 +236,18 @@ def _check_text(text: str, path: str) -> None:
         ) from None
 
 
-def _encode_with_long_integers(plain: Any) -> str:
-    # The decimal module converts integers of any length; int and str stop at a limit.
-    if isinstance(plain, dict):
-        rows = (f"{_ENCODER.encode(k)}:{_encode_with_long_integers(v)}" for k, v in plain.items())
-        return "{" + ",".join(rows) + "}"
-    if isinstance(plain, list):
-        return "[" + ",".join(_encode_with_long_integers(v) for v in plain) + "]"
-    if type(plain) is int and plain.bit_length() > 2000:
-        return f"{decimal.Decimal(plain):f}"
-    return _ENCODER.encode(plain)
-
-
-def _long_integer(text: str) -> int:
-    return int(text) if len(text) < 640 else int(decimal.Decimal(text))
-
-
 def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
-_LONG_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_int=_long_integer)
+_LONG_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_int=long_integers.parse)
 
 
 def decode(data: bytes) -> Any:
-    """Decode JSON; integers of any length and floats come back exactly.
+    """Decode JSON; integers of up to 100000 digits and floats come back exactly.
+
+    Numbers beyond what can be held are infinite, as in the standard library.
 
     Raises:
         ValueError: ``data`` is not JSON in UTF-8.
@@ -462,6 +450,10 @@ class Decision(Model):
     approval_id: str = ""
 
 
+#: What can stand in a header and in a path, and is no step up in one.
+_ID: Final = re.compile(r"(?!\.{1,2}$)[!-~]{1,200}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Dispatch(Model):
     """The body of a webhook. ``dispatch_attempt`` is ``None`` for generation 1 kernels, and
@@ -475,8 +467,8 @@ class Dispatch(Model):
     def __post_init__(self) -> None:
         for name in ("execution_id", "dispatch_id"):
             value = getattr(self, name)
-            if not isinstance(value, str) or not value:
-                raise ValueError(f"{name} must be text, got {value!r:.80}")
+            if not isinstance(value, str) or not _ID.fullmatch(value):
+                raise ValueError(f"{name} must be an id in printable ASCII, got {value!r:.80}")
         attempt, lease = self.dispatch_attempt, self.lease_timeout_seconds
         if attempt is not None and (type(attempt) is not int or attempt < 1):
             raise ValueError(f"dispatch_attempt must be an integer of at least 1, got {attempt!r}")

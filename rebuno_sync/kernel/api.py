@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 _KINDS = [kind.value for kind in Kind]
 _IDEMPOTENCIES = [value.value for value in Idempotency]
 _EXECUTION = "/v0/executions/<execution_id>"
+_LONGEST_TARGET = 1000
 
 
 class Api:
@@ -105,6 +106,7 @@ class Api:
         for method, rule, view in routes:
             app.add_url_rule(rule, view.__name__, view, methods=[method])
         app.before_request(lambda: check_origin(request))
+        app.before_request(_check_path)
         app.register_error_handler(APIError, _refuse)
         app.register_error_handler(RequestEntityTooLarge, _refuse_size)
         app.register_error_handler(HTTPException, _refuse_route)
@@ -267,6 +269,8 @@ class Api:
     def heartbeat(self, execution_id: str) -> Response:
         agent_id = self._auth.agent(request)
         lease = self._auth.lease(request)
+        if request.get_data().strip():
+            Body(request.get_data())
         with self._store.write() as tx:
             transitions.heartbeat(tx, agent_id, _execution_id(execution_id), lease)
         return _nothing()
@@ -425,6 +429,14 @@ class Api:
         return _nothing()
 
 
+def _check_path() -> None:
+    # WSGI decodes a path before it is routed: an id with a slash in it would name another route
+    # than the one that was asked for, and signed.
+    path, _, _ = request.environ["REQUEST_URI"].partition("?")
+    if "%2f" in path.lower():
+        raise refusals.invalid("there is an encoded slash in the path, and no id has one")
+
+
 def _submission(request: Request) -> steps.Submission:
     body = Body(request.get_data(), "kind", "target", "args", "idempotency", "resources")
     if body.value("resources") not in (None, []):
@@ -435,10 +447,13 @@ def _submission(request: Request) -> steps.Submission:
     idempotency = body.text("idempotency") or Idempotency.SAFE_TO_RETRY.value
     if idempotency not in _IDEMPOTENCIES:
         raise refusals.invalid(f"idempotency must be one of {', '.join(_IDEMPOTENCIES)}")
+    target = body.required_text("target")
+    if len(target) > _LONGEST_TARGET:
+        raise refusals.invalid(f"target is longer than {_LONGEST_TARGET} characters")
     args = body.raw("args") or "null"
     return steps.Submission(
         kind=kind,
-        target=body.required_text("target"),
+        target=target,
         args=args,
         args_hash=identity.args_hash(args.encode("utf-8")),
         idempotency=idempotency,
@@ -512,6 +527,6 @@ def _refuse_store(error: StoreError) -> Response:
 
 
 def _refuse_unexpected(error: Exception) -> Response:
-    _log.error("%s %s failed", request.method, request.path, exc_info=error)
+    _log.error("%s %r failed", request.method, request.path, exc_info=error)
     message = f"the kernel failed: {type(error).__name__}; its log tells more"
     return _json({"code": "internal_error", "message": message}, 500)

@@ -83,6 +83,9 @@ class Authenticator:
         Raises:
             UnauthorizedError: the signature is missing or wrong, or the agent is not registered.
         """
+        if request.method == "GET" and request.get_data():
+            # A webhook is signed as an agent's body is: sent back here, it would read for an agent.
+            raise refusals.invalid("a GET request has no body")
         agent_id = request.headers.get(wire.AGENT_ID_HEADER, "")
         given = request.headers.get(wire.SIGNATURE_HEADER, "")
         if not agent_id or not given:

@@ -34,9 +34,8 @@ class Body:
             raise refusals.invalid(f"the body is not a JSON object: {exc}") from None
         for name in self._fields:
             if name not in known:
-                raise refusals.invalid(
-                    f"unknown field {name!r:.100}; the fields are {', '.join(known)}"
-                )
+                fields = f"the fields are {', '.join(known)}" if known else "there are none"
+                raise refusals.invalid(f"unknown field {name!r:.100}; {fields}")
 
     def raw(self, name: str) -> str | None:
         """Return the JSON text of a field, ``None`` when it is absent."""

@@ -22,6 +22,7 @@ from rebuno_sync.kernel.clock import Clock
 from rebuno_sync.kernel.deliveries import Claim
 from rebuno_sync.kernel.metrics import Metrics
 from rebuno_sync.kernel.store import Store, StoreError
+from rebuno_sync.kernel.webhook_connections import PromptAdapter
 
 _log = logging.getLogger(__name__)
 
@@ -220,6 +221,8 @@ def post_webhook(claim: Claim, timeout: float = WEBHOOK_TIMEOUT) -> int | None:
     try:
         with requests.Session() as session:
             session.trust_env = False  # neither a proxy nor .netrc is meant for a webhook
+            for scheme in ("http://", "https://"):
+                session.mount(scheme, PromptAdapter())
             with session.post(
                 claim.webhook_url,
                 data=body,

@@ -88,7 +88,7 @@ class EmbeddedKernel:
         ):
             if seconds is not None and not 0 < seconds < math.inf:
                 raise ValueError(f"{name} must be a number of seconds above 0, got {seconds!r}")
-        if bearer_token == "":
+        if bearer_token == "":  # refused  # nosec B105
             raise ValueError("bearer_token is empty; leave it out to let every client in")
         self._path = path
         self._manifest = manifest

@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Union
 
 import orjson
 
@@ -30,6 +30,8 @@ _ESCAPE = re.compile(
 )
 _QUOTED = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _NOT_BRACKET = re.compile(r"[^\[\]{}]+")
+#: Text, in pieces that are pieced together in the end.
+_Pieces = Union[str, "list[_Pieces]"]
 _DEPTH_OF: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
@@ -184,8 +186,9 @@ def _walk(text: str, pos: int, depth: int) -> tuple[str, int]:
 
     ``depth`` is how many levels are open around it.
     """
-    open_values: list[dict[str, str] | list[str]] = []
+    open_values: list[dict[str, _Pieces] | list[_Pieces]] = []
     names: list[str] = []
+    done: _Pieces
     while True:
         pos = _skip_space(text, pos)
         char = text[pos : pos + 1]
@@ -229,12 +232,30 @@ def _walk(text: str, pos: int, depth: int) -> tuple[str, int]:
             open_values.pop()
             if isinstance(holder, dict):
                 names.pop()
-                rows = (f"{orjson.dumps(k).decode()}:{v}" for k, v in sorted(holder.items()))
-                done = "{" + ",".join(rows) + "}"
+                done = ["{"]
+                for name in sorted(holder):
+                    done += [orjson.dumps(name).decode("utf-8"), ":", holder[name], ","]
+                done[-1] = "}"
             else:
-                done = "[" + ",".join(holder) + "]"
+                done = ["["]
+                for item in holder:
+                    done += [item, ","]
+                done[-1] = "]"
         else:
-            return done, pos
+            return _joined(done), pos
+
+
+def _joined(value: _Pieces) -> str:
+    # Once, at the end: joined at each level, what lies deep would be copied by every level.
+    written: list[str] = []
+    waiting = [value]
+    while waiting:
+        piece = waiting.pop()
+        if isinstance(piece, str):
+            written.append(piece)
+        else:
+            waiting += reversed(piece)
+    return "".join(written)
 
 
 def _name(text: str, pos: int) -> tuple[str, int]:

@@ -27,6 +27,7 @@ from rebuno_sync.kernel import registry
 from rebuno_sync.kernel.policy import Bundle, BundleError
 from rebuno_sync.kernel.store import Transaction
 
+_LONGEST = 1 << 20
 _KEYS = ("id", "webhook_url", "secret", "lease_timeout_seconds", "policy", "policy_file")
 
 
@@ -56,10 +57,18 @@ def load(manifest: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Entry, .
         return _entries(manifest, Path())
     path = Path(manifest)
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        if len(text) > _LONGEST:
+            raise ManifestError(f"the manifest {path} is longer than {_LONGEST} characters")
+        content = yaml.safe_load(text)
+    except ManifestError:
+        raise
     except OSError as exc:
         raise ManifestError(f"cannot read the manifest {path}: {exc.strerror}") from exc
-    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+    except RecursionError:
+        raise ManifestError(f"the manifest {path} is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as exc:
+        # PyYAML lets the latter two out for impossible dates, numbers and escapes.
         raise ManifestError(f"the manifest {path} is not YAML: {exc}") from exc
     try:
         return _entries(content, path.parent)
@@ -117,7 +126,7 @@ def _policy(content: Mapping[str, Any], where: str, folder: Path) -> str | None:
             raise ManifestError(f"{where}.policy_file must be a path")
         try:
             text = (folder / file).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as exc:
+        except (OSError, ValueError) as exc:  # the latter for what is no text, and no path
             raise ManifestError(f"{where}.policy_file: cannot read {folder / file}: {exc}") from exc
     elif inline is None:
         return None

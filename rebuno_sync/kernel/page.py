@@ -25,6 +25,7 @@ from rebuno_sync.kernel import (
     refusals,
     registry,
 )
+from rebuno_sync.kernel.bodies import MAX_INTEGER
 from rebuno_sync.kernel.hosts import Hosts
 from rebuno_sync.kernel.ids import parse_id
 from rebuno_sync.kernel.keys import KeyRing
@@ -152,7 +153,7 @@ class Page:
         return self._render("execution.html", x=found, version=version)
 
     def events(self, execution_id: str) -> Response:
-        after = max(0, request.args.get("after", 0, type=int))
+        after = min(max(0, request.args.get("after", 0, type=int)), MAX_INTEGER)
         with self._store.read() as tx:
             row, rows, following = page_data.events_page(tx, _id(execution_id), after)
         events = [(event, page_data.shown_event(event)) for event in rows]
@@ -311,7 +312,7 @@ class Page:
         return self._say(503, "The kernel is stopping.")
 
     def _refuse_unexpected(self, error: Exception) -> Response:
-        _log.error("%s %s failed", request.method, request.path, exc_info=error)
+        _log.error("%s %r failed", request.method, request.path, exc_info=error)
         return self._say(500, f"The kernel failed: {type(error).__name__}; its log tells more.")
 
     def _say(self, status: int, message: str) -> Response:

@@ -17,6 +17,8 @@ Matcher = Callable[[str], bool]
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LAST_CHARACTER = 0x10FFFF
+#: The time of a match grows with the pattern as well; no rule needs one as long as this.
+LONGEST_PATTERN = 1000
 
 
 def compile_glob(pattern: str) -> Matcher:
@@ -28,6 +30,7 @@ def compile_glob(pattern: str) -> Matcher:
     Raises:
         ValueError: the pattern is malformed; the message says where.
     """
+    _check_length(pattern)
     parts: list[str] = []
     at = 0
     while at < len(pattern):
@@ -44,7 +47,7 @@ def compile_glob(pattern: str) -> Matcher:
         else:
             parts.append({"*": "(?s:.)*", "?": "(?s:.)"}.get(char) or re2.escape(char))
         at += 1
-    return compile_regex(r"\A" + "".join(parts) + r"\z")
+    return _compiled(r"\A" + "".join(parts) + r"\z")
 
 
 def _character_class(pattern: str, at: int) -> tuple[str, int]:
@@ -84,6 +87,16 @@ def compile_regex(pattern: str) -> Matcher:
     Raises:
         ValueError: RE2 does not know the syntax, or the expression is too large.
     """
+    _check_length(pattern)
+    return _compiled(pattern)
+
+
+def _check_length(pattern: str) -> None:
+    if len(pattern) > LONGEST_PATTERN:
+        raise ValueError(f"it has more than {LONGEST_PATTERN} characters")
+
+
+def _compiled(pattern: str) -> Matcher:
     options = re2.Options()
     options.log_errors = False  # RE2 would write to the standard error stream
     try:

@@ -40,6 +40,10 @@ _NANOSECONDS = {
 }
 
 
+#: What a bundle may come to: each submission would wait for the reading of a larger one.
+LONGEST, MOST_VALUES = 1 << 18, 50_000
+
+
 class BundleError(ValueError):
     """A policy bundle is malformed. The message names the rule and the key, and how to mend it."""
 
@@ -86,6 +90,8 @@ class Field:
         Raises:
             BundleError: it is not one YAML document, or it is empty.
         """
+        if len(text) > LONGEST:
+            raise BundleError(f"the bundle is longer than {LONGEST} characters; merge some rules")
         try:
             node = yaml.compose(text, Loader=yaml.SafeLoader)
         except RecursionError:
@@ -96,6 +102,10 @@ class Field:
         if node is None:
             raise BundleError(
                 "the bundle is empty; a bundle that allows nothing is 'default_action: deny'"
+            )
+        if _written_out(node, {}) > MOST_VALUES:
+            raise BundleError(
+                f"the bundle holds more than {MOST_VALUES} values with its aliases written out"
             )
         return cls(node, "bundle")
 
@@ -230,6 +240,19 @@ class Field:
         else:
             shown = repr(node.value[:80])
         return shown if node.tag.startswith(_TAG) else f"{shown} with the tag {node.tag}"
+
+
+def _written_out(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return how many values a node comes to with every alias written out."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = 1  # until it is known: it may hold itself
+        inner = node.value
+        if isinstance(node, yaml.MappingNode):
+            inner = [part for pair in inner for part in pair]
+        known[id(node)] = 1 + sum(_written_out(part, known) for part in inner)
+    return known[id(node)]
 
 
 def _plain_value(text: str) -> Any:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sqlite3
 from urllib.parse import urlsplit
 
 from rebuno_sync.kernel import refusals
 from rebuno_sync.kernel.policy import PERMISSIVE, Bundle, BundleError
+from rebuno_sync.kernel.policy_match import valid_text
 from rebuno_sync.kernel.store import Transaction
 
 _LONGEST_ID = 200
+_NOT_IN_A_URL = re.compile(r"[\x00-\x20\x7f\ud800-\udfff]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +39,22 @@ class NewAgent:
             )
         if not self.secret:
             raise ValueError("secret must not be empty: it is what agent and kernel sign with")
+        if valid_text(self.secret) != self.secret:
+            raise ValueError("secret must be text: it has half of a surrogate pair in it")
         try:
             url = urlsplit(self.webhook_url)
             good = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
         except ValueError:
             good = False
-        if not good:
+        # urlsplit drops line ends and tabs without a word.
+        if not good or _NOT_IN_A_URL.search(self.webhook_url):
             raise ValueError(
                 f"webhook_url must be an http or https URL, got {self.webhook_url!r:.100}"
+            )
+        if "@" in url.netloc:
+            raise ValueError(
+                "webhook_url has a user name in it, which everybody who may see agents would read;"
+                " webhooks are signed, and agents need none"
             )
         if self.lease_timeout is not None and not 0 < self.lease_timeout < 1e9:
             raise ValueError(

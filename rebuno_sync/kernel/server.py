@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import re
 import socket
 import sys
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from werkzeug.serving import DechunkedInput, ThreadedWSGIServer, WSGIRequestHandler
 
+from rebuno_sync.slow_peers import UntilDeadline
 from rebuno_sync.wire import MAX_BODY_BYTES
 
 if TYPE_CHECKING:
@@ -27,13 +29,18 @@ _NO_BODY = frozenset({204, 304})
 #: How much of a refused body is read, in bytes and seconds, so that the refusal can be seen.
 _MAX_DRAIN = 8 * MAX_BODY_BYTES
 _DRAIN_SECONDS = 5.0
+#: How long a request may take to arrive, its head and then its body, in seconds.
+_HEAD_SECONDS, _BODY_SECONDS = 30.0, 120.0
+#: How long a peer may take to receive a piece of an answer of so many bytes, in seconds.
+_SEND_SECONDS, _PIECE = 30.0, 1 << 16
 
 
 class RequestHandler(WSGIRequestHandler):
     """Serves one connection until either side closes it.
 
-    Connections stay open however long they are idle: an agent whose kept-alive connection closes
-    under a submission has to give up its attempt.
+    Connections stay open however long they are idle between requests: an agent whose kept-alive
+    connection closes under a submission has to give up its attempt. A request that has begun must
+    go on, and so must the reading of its answer.
     """
 
     protocol_version = "HTTP/1.1"
@@ -44,7 +51,19 @@ class RequestHandler(WSGIRequestHandler):
         super().setup()
         # A peer that vanished without a word is noticed in the end, and its thread with it.
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # A peer that is slow on purpose would otherwise keep a thread for as long as it likes.
+        self._reader = UntilDeadline(self.connection, self.rfile.detach())
+        self._reader.deadline = time.monotonic() + _HEAD_SECONDS
+        self.rfile = self._requests = io.BufferedReader(self._reader)
+        self.wfile = _Writer(self.connection)
         self.server.opened(self.connection)
+
+    def handle_one_request(self) -> None:
+        """Wait for a request, and answer it."""
+        if self._requests.peek(1):
+            self._reader.deadline = time.monotonic() + _HEAD_SECONDS
+        super().handle_one_request()
+        self._reader.deadline = math.inf
 
     def finish(self) -> None:
         self.server.closed(self.connection)
@@ -53,6 +72,7 @@ class RequestHandler(WSGIRequestHandler):
     def run_wsgi(self) -> None:
         """Answer one request. Its body is read first, which leaves the connection clean."""
         with self.server.busy(self.connection):
+            self._reader.deadline = time.monotonic() + _BODY_SECONDS
             try:
                 body = self._read_body()
             except ValueError as exc:
@@ -94,9 +114,9 @@ class RequestHandler(WSGIRequestHandler):
     def _drain(self) -> None:
         # Closing with unread data would reset the connection before the answer is read.
         self.connection.shutdown(socket.SHUT_WR)
-        self.connection.settimeout(1.0)
-        drained, deadline = 0, time.monotonic() + _DRAIN_SECONDS
-        while drained < _MAX_DRAIN and time.monotonic() < deadline:
+        self._reader.silence, self._reader.deadline = 1.0, time.monotonic() + _DRAIN_SECONDS
+        drained = 0
+        while drained < _MAX_DRAIN:
             data = self.rfile.read1(1 << 16)
             if not data:
                 return
@@ -156,6 +176,23 @@ class RequestHandler(WSGIRequestHandler):
     def log(self, type: str, message: str, *args: Any) -> None:
         """Log what the base class reports, which is broken requests; nobody else's are told."""
         _log.debug(message.rstrip(), *args)
+
+
+class _Writer(io.BufferedIOBase):
+    """Sends to a socket, piece by piece, each in its time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        whole = memoryview(data)
+        for start in range(0, len(whole), _PIECE):
+            self._connection.settimeout(_SEND_SECONDS)
+            self._connection.sendall(whole[start : start + _PIECE])
+        return len(whole)
 
 
 class Server(ThreadedWSGIServer):

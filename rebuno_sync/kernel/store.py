@@ -213,6 +213,10 @@ class Store:
                 self._lock_file.close()
 
 
+def _private(path: str | os.PathLike[str], flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def _lock(path: Path) -> IO[bytes]:
     lock_path = path.with_name(path.name + ".lock")
     if not path.parent.is_dir():
@@ -225,7 +229,7 @@ def _lock(path: Path) -> IO[bytes]:
             " another file"
         )
     try:
-        file = open(lock_path, "ab")  # noqa: SIM115  it stays open as long as the store
+        file = open(lock_path, "ab", opener=_private)  # noqa: SIM115  open as long as the store
     except OSError as exc:
         raise StoreError(f"cannot open {lock_path}: {exc.strerror}") from exc
     try:
@@ -243,4 +247,11 @@ def _lock(path: Path) -> IO[bytes]:
         raise StoreError(
             f"{path} is in use by another kernel; stop that one, or start this one on another file"
         ) from exc
+    if not path.exists():
+        # SQLite would make it for everybody to read, and the secrets of agents will be in it.
+        try:
+            os.close(_private(path, os.O_CREAT | os.O_EXCL | os.O_RDWR))
+        except OSError as exc:
+            file.close()
+            raise StoreError(f"cannot make {path}: {exc.strerror}") from exc
     return file

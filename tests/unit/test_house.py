@@ -45,11 +45,12 @@ FLOORS: list[set[str]] = [
     {"connections", "wire"},
     {"errors"},
     # What knows nothing of Rebuno.
-    {"functions", "forks", "threads", "live_text", "version", "logs", "observers"},
+    {"slow_peers"},
+    {"functions", "forks", "threads", "live_text", "long_integers", "version", "logs", "observers"},
 ]
-#: What the embedded kernel takes from the SDK; the last is how the words of a model are read
+#: What the embedded kernel takes from the SDK; ``live_text`` is how the words of a model are read
 #: from its stream, which the kernel's page shows as the command line does.
-KERNEL_TAKES = {"errors", "wire", "signing", "version", "live_text"}
+KERNEL_TAKES = {"errors", "wire", "signing", "version", "live_text", "slow_peers"}
 #: Modules over this many lines need a reason in the list beneath.
 LONGEST = 500
 EXPLAINED: dict[str, str] = {

@@ -256,8 +256,13 @@ def test_agents_of_generation_1_are_spelt_otherwise() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"execution_id": 1}, "execution_id must be text, got 1"),
-        ({"dispatch_id": ""}, "dispatch_id must be text, got ''"),
+        ({"execution_id": 1}, "execution_id must be an id in printable ASCII, got 1"),
+        ({"dispatch_id": ""}, "dispatch_id must be an id in printable ASCII, got ''"),
+        ({"dispatch_id": "d\r\nX: y"}, "dispatch_id must be an id in printable ASCII"),
+        ({"dispatch_id": "d\n"}, "dispatch_id must be an id in printable ASCII"),
+        ({"execution_id": "é"}, "execution_id must be an id in printable ASCII"),
+        ({"execution_id": ".."}, "execution_id must be an id in printable ASCII"),
+        ({"execution_id": "e" * 201}, "execution_id must be an id in printable ASCII"),
         ({"dispatch_attempt": 0}, "dispatch_attempt must be an integer of at least 1, got 0"),
         ({"dispatch_attempt": True}, "dispatch_attempt must be an integer"),
         ({"dispatch_attempt": 1.0}, "dispatch_attempt must be an integer"),
