@@ -83,9 +83,6 @@ class Authenticator:
         Raises:
             UnauthorizedError: the signature is missing or wrong, or the agent is not registered.
         """
-        if request.method == "GET" and request.get_data():
-            # A webhook is signed as an agent's body is: sent back here, it would read for an agent.
-            raise refusals.invalid("a GET request has no body")
         agent_id = request.headers.get(wire.AGENT_ID_HEADER, "")
         given = request.headers.get(wire.SIGNATURE_HEADER, "")
         if not agent_id or not given:
@@ -105,6 +102,9 @@ class Authenticator:
             raise refusals.unauthorized(
                 "the signature is not good: is the agent registered, with this secret?"
             )
+        if request.method == "GET" and request.get_data():
+            # Webhooks are signed as bodies are: sent back here, one would read for its agent.
+            raise refusals.invalid("a GET request has no body")
         return agent_id
 
     def _verify_request(self, request: Request, secret: str, given: str) -> bool:
