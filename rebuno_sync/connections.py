@@ -87,7 +87,12 @@ class _WholeRequests(HTTPConnection):
             return super().getresponse()
         self.sock.settimeout(self.timeout)
         self.response_class = _PromptAnswer
-        return _WholeAnswer(http.client.HTTPConnection.getresponse(self))
+        answer = http.client.HTTPConnection.getresponse(self)
+        try:
+            return _WholeAnswer(answer)
+        except BaseException:
+            answer.close()  # it holds the socket where the connection is not to be kept
+            raise
 
     def send(self, data: Any) -> None:
         if self._held is None:

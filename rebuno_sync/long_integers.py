@@ -9,7 +9,6 @@ from typing import Any, Final
 
 #: Longer ones are refused: the time it takes to read or write one grows faster than its length.
 MAX_DIGITS: Final = 100_000
-_BITS_OF_A_DIGIT = 3.322
 
 
 def encode(plain: Any, root: str, encode_rest: Callable[[Any], str]) -> str:
@@ -29,11 +28,12 @@ def encode(plain: Any, root: str, encode_rest: Callable[[Any], str]) -> str:
     if isinstance(plain, list):
         return "[" + ",".join(encode(v, root, encode_rest) for v in plain) + "]"
     if type(plain) is int and plain.bit_length() > 2000:
-        if plain.bit_length() > MAX_DIGITS * _BITS_OF_A_DIGIT:
+        text = f"{decimal.Decimal(plain):f}" if plain.bit_length() < 4 * MAX_DIGITS else ""
+        if not text or len(text.lstrip("-")) > MAX_DIGITS:
             raise TypeError(
                 f"{root} holds an integer of more than {MAX_DIGITS} digits; pass it as text"
             )
-        return f"{decimal.Decimal(plain):f}"
+        return text
     return encode_rest(plain)
 
 

@@ -470,8 +470,11 @@ class Dispatch(Model):
             if not isinstance(value, str) or not _ID.fullmatch(value):
                 raise ValueError(f"{name} must be an id in printable ASCII, got {value!r:.80}")
         attempt, lease = self.dispatch_attempt, self.lease_timeout_seconds
-        if attempt is not None and (type(attempt) is not int or attempt < 1):
-            raise ValueError(f"dispatch_attempt must be an integer of at least 1, got {attempt!r}")
+        if attempt is not None and (type(attempt) is not int or not 1 <= attempt < 1 << 63):
+            shown = attempt if type(attempt) is not int or attempt < 1 else "a number beyond 2⁶³"
+            raise ValueError(
+                f"dispatch_attempt must be an integer of at least 1, got {shown!r:.80}"
+            )
         if lease is not None and (
             type(lease) not in (int, float) or not math.isfinite(lease) or lease <= 0
         ):

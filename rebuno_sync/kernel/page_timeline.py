@@ -8,6 +8,7 @@ its home: where its body ran last, else where it was refused or had to wait firs
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, TypeAlias
@@ -296,7 +297,7 @@ def _end(record: Record, ordered: Sequence[Attempt]) -> None:
         for event, payload in _failures(record.deliveries)
     }
     states = {row["id"]: row for row in record.dispatches}
-    for attempt, follower in zip(ordered, [*ordered[1:], None], strict=True):
+    for attempt, follower in itertools.zip_longest(ordered, ordered[1:]):
         at = failed.get((attempt.dispatch_id, attempt.attempt))
         if at is not None:
             attempt.ending, attempt.tone, attempt.until = "could not be delivered", "bad", at
