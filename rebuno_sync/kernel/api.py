@@ -107,6 +107,7 @@ class Api:
             app.add_url_rule(rule, view.__name__, view, methods=[method])
         app.before_request(lambda: check_origin(request))
         app.before_request(_check_path)
+        app.after_request(_keep_type)
         app.register_error_handler(APIError, _refuse)
         app.register_error_handler(RequestEntityTooLarge, _refuse_size)
         app.register_error_handler(HTTPException, _refuse_route)
@@ -182,8 +183,9 @@ class Api:
         self._auth.client(request, "executions:read")
         with self._store.read() as tx:
             row = queries.execution(tx, _execution_id(execution_id))
+        asked = request._get_current_object()  # type: ignore[attr-defined]
         return Response(
-            self._hub.subscribe(row["id"]),
+            self._hub.subscribe(row["id"], lambda: self._auth.may(asked, "executions:read")),
             content_type="text/event-stream",
             headers={"Cache-Control": "no-cache"},
         )
@@ -491,6 +493,11 @@ def _limit(default: int, most: int) -> int:
     if not text.isdecimal() or not text.isascii() or len(text) > 9 or int(text) < 1:
         raise refusals.invalid(f"limit must be an integer from 1, got {text!r:.100}")
     return min(int(text), most)
+
+
+def _keep_type(response: Response) -> Response:
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    return response
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -9,6 +9,7 @@ import time
 from flask import Request
 
 from rebuno_sync import signing, wire
+from rebuno_sync.errors import APIError
 from rebuno_sync.kernel import keys, refusals
 from rebuno_sync.kernel.hosts import Hosts
 from rebuno_sync.kernel.ids import parse_id
@@ -76,6 +77,14 @@ class Authenticator:
             )
         self._hosts.check(request)
         return keys.EVERYTHING
+
+    def may(self, request: Request, scope: str) -> bool:
+        """Tell whether a client has a scope: the same as :meth:`client`, for what goes on long."""
+        try:
+            self.client(request, scope)
+        except APIError:
+            return False
+        return True
 
     def agent(self, request: Request) -> str:
         """Return the id of the agent that signed a request.

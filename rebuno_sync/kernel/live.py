@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from collections.abc import Callable
 from typing import Final
 
 import orjson
@@ -34,9 +36,14 @@ class Hub:
             for subscription in subscriptions:
                 subscription.offer(frame)
 
-    def subscribe(self, execution_id: str) -> Subscription:
-        """Watch an execution: what is published after this returns is not missed."""
-        subscription = Subscription(self, execution_id)
+    def subscribe(self, execution_id: str, may_watch: Callable[[], bool]) -> Subscription:
+        """Watch an execution: what is published after this returns is not missed.
+
+        Args:
+            execution_id: what to watch.
+            may_watch: asked every :data:`KEEP_ALIVE` seconds; the stream ends when it says no.
+        """
+        subscription = Subscription(self, execution_id, may_watch)
         with self._lock:
             if self._closed:
                 subscription.end()
@@ -64,8 +71,10 @@ class Hub:
 class Subscription:
     """The Server-Sent Events of one execution, an iterator of frames; close it in the end."""
 
-    def __init__(self, hub: Hub, execution_id: str) -> None:
+    def __init__(self, hub: Hub, execution_id: str, may_watch: Callable[[], bool]) -> None:
         self.execution_id = execution_id
+        self._may_watch = may_watch
+        self._ask_at = time.monotonic() + KEEP_ALIVE
         self._hub = hub
         self._frames: queue.Queue[bytes] = queue.Queue(_BACKLOG)
         self._frames.put(b": connected\n\n")
@@ -87,6 +96,10 @@ class Subscription:
         return self
 
     def __next__(self) -> bytes:
+        if time.monotonic() >= self._ask_at:
+            if not self._may_watch():
+                raise StopIteration
+            self._ask_at = time.monotonic() + KEEP_ALIVE
         try:
             frame = self._frames.get(timeout=KEEP_ALIVE)
         except queue.Empty:

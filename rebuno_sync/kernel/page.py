@@ -171,7 +171,9 @@ class Page:
         id = _id(execution_id)
         with self._store.read() as tx:
             page_execution.execution_version(tx, id)
-        return Response(self._hub.subscribe(id), content_type="text/event-stream")
+        asked = request._get_current_object()  # type: ignore[attr-defined]
+        stream = self._hub.subscribe(id, lambda: "executions:read" in self._guard.scopes(asked))
+        return Response(stream, content_type="text/event-stream")
 
     def download_value(self, execution_id: str, part: str) -> Response:
         id = _id(execution_id)

@@ -14,7 +14,7 @@ from rebuno_sync.kernel.live import Hub
 def test_each_subscriber_gets_what_comes_after_it() -> None:
     hub = Hub()
     hub.publish("e", "s", 0, "before")
-    first, second, other = hub.subscribe("e"), hub.subscribe("e"), hub.subscribe("f")
+    first, second, other = (hub.subscribe(e, lambda: True) for e in ("e", "e", "f"))
     hub.publish("e", "s", 1, "x")
     second.close()
     hub.publish("e", "s", 2, "y")
@@ -25,7 +25,7 @@ def test_each_subscriber_gets_what_comes_after_it() -> None:
 
 def test_a_subscriber_that_does_not_keep_up_loses_the_rest() -> None:
     hub = Hub()
-    subscription = hub.subscribe("e")
+    subscription = hub.subscribe("e", lambda: True)
     for seq in range(5000):
         hub.publish("e", "s", seq, "x")
     hub.close()
@@ -36,12 +36,12 @@ def test_a_subscriber_that_does_not_keep_up_loses_the_rest() -> None:
 
 def test_a_silent_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "KEEP_ALIVE", 0.001)
-    subscription = Hub().subscribe("e")
+    subscription = Hub().subscribe("e", lambda: True)
     assert [next(subscription) for _ in range(2)] == [b": connected\n\n", b": keep-alive\n\n"]
 
 
 def test_a_stream_is_silent_for_15_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    subscription = Hub().subscribe("e")
+    subscription = Hub().subscribe("e", lambda: True)
     next(subscription)
     waits: list[float] = []
 
@@ -57,7 +57,7 @@ def test_a_stream_is_silent_for_15_seconds_at_most(monkeypatch: pytest.MonkeyPat
 def test_nothing_is_left_of_closed_subscriptions() -> None:
     hub = Hub()
     for _ in range(3):
-        subscription = hub.subscribe("e")
+        subscription = hub.subscribe("e", lambda: True)
         subscription.close()
         subscription.close()
     assert not hub._subscriptions
@@ -66,4 +66,4 @@ def test_nothing_is_left_of_closed_subscriptions() -> None:
 def test_a_closed_hub_ends_new_streams_at_once() -> None:
     hub = Hub()
     hub.close()
-    assert len(list(hub.subscribe("e"))) == 1
+    assert len(list(hub.subscribe("e", lambda: True))) == 1
