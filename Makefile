@@ -24,6 +24,8 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive rebuno_sync
+	$(BIN)/python -m tests.audit
 
 format: $(DEV)
 	$(BIN)/ruff format .
