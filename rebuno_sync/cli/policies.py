@@ -51,6 +51,8 @@ def test(
     but --execution needs a kernel.
     """
     bundle = _parse(read_text(bundle_file))
+    for warning in bundle.warnings:
+        session.output.note(f"{bundle_file}: {warning}")
     cases = _cases_of_file(cases_file, agent_id)
     if execution_id is not None:
         cases += _cases_of_execution(session, execution_id, agent_id)

@@ -118,11 +118,16 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """A policy: rules in the order in which they are tried, and what happens when none matches."""
+    """A policy: rules in the order in which they are tried, and what happens when none matches.
+
+    Attributes:
+        warnings: what may not mean what its author thinks, each a sentence.
+    """
 
     rules: tuple[Rule, ...]
     unmatched: Verdict
     unmatched_local: Verdict
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Bundle:
@@ -133,12 +138,21 @@ class Bundle:
         """
         fields = Field.document(text).mapping(("default_action", "rules"))
         unmatched = Verdict("deny", "default", reason=_NO_RULE_MATCHED)
-        if "default_action" in fields and fields["default_action"].text() == "allow":
-            unmatched = Verdict("allow", "default")
+        warnings: tuple[str, ...] = ()
+        if "default_action" in fields:
+            action = fields["default_action"].text()
+            if action == "allow":
+                unmatched = Verdict("allow", "default")
+            elif action != "deny":
+                warnings = (
+                    f"default_action {action!r:.100} means deny, as all but allow does;"
+                    " write allow or deny",
+                )
         return cls(
             rules=_rules(fields["rules"]) if "rules" in fields else (),
             unmatched=unmatched,
             unmatched_local=Verdict("allow", "local"),
+            warnings=warnings,
         )
 
     def decide(self, agent_id: str, kind: str, target: str, args: bytes) -> Verdict:

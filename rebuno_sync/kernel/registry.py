@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 import sqlite3
 from urllib.parse import urlsplit
@@ -11,6 +12,8 @@ from rebuno_sync.kernel import refusals
 from rebuno_sync.kernel.policy import PERMISSIVE, Bundle, BundleError
 from rebuno_sync.kernel.policy_match import valid_text
 from rebuno_sync.kernel.store import Transaction
+
+_log = logging.getLogger(__name__)
 
 _LONGEST_ID = 200
 _NOT_IN_A_URL = re.compile(r"[\x00-\x20\x7f\ud800-\udfff]")
@@ -107,7 +110,8 @@ def set_policy(tx: Transaction, agent_id: str, bundle: str) -> None:
         ValidationError: the bundle is malformed.
     """
     known(tx, agent_id)
-    checked_bundle(bundle)
+    for warning in checked_bundle(bundle).warnings:
+        _log.warning("the policy of agent %s: %s", agent_id, warning)
     tx.run("UPDATE agents SET policy = ? WHERE id = ?", bundle, agent_id)
 
 

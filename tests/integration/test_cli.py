@@ -543,6 +543,10 @@ def test_policies_are_tested_without_a_kernel(tmp_path: Path) -> None:
     assert run("", "policy", "test", str(bundle), "--cases", str(cases)).exit_code == 1
     cases.write_text("cases: 7")
     assert run("", "policy", "test", str(bundle), "--cases", str(cases)).exit_code == 2
+    bundle.write_text("default_action: alow")
+    warned = run("", "policy", "test", str(bundle))
+    assert warned.exit_code == 0
+    assert "default_action 'alow' means deny" in warned.stderr
     bundle.write_text("rules: [{id: r, then: {decision: permit}}]")
     malformed = run("", "policy", "test", str(bundle))
     assert malformed.exit_code == 1

@@ -27,6 +27,7 @@ from examples.support_agent.desk import refunds
 from rebuno_sync import Client
 from rebuno_sync.kernel import EmbeddedKernel
 from rebuno_sync.wire import Execution
+from tests.integration.terminal import environment, on_a_terminal
 from tests.scripted import Answer, Recorded, wait_until
 from tests.scripted.http import Server
 
@@ -136,6 +137,9 @@ class Desk:
         enter = self._stack.enter_context
         self.listening = threading.Event()
         self.listening.set()
+        #: The answer to the customer stops in the middle until this is set.
+        self.goes_on = threading.Event()
+        self.goes_on.set()
         self._provider = enter(FakeProvider(self._reply))
         self.kernel = enter(EmbeddedKernel(lease_timeout=LEASE))
         self.proxy = enter(contextlib.closing(KillingProxy(self.kernel.url)))
@@ -165,7 +169,10 @@ class Desk:
         self._stack.callback(self._stop)
 
     def _reply(self, asked: Asked) -> Reply:
-        return SCRIPT(asked).held(self.listening)
+        reply = SCRIPT(asked)
+        if reply.text == ANSWER and not self.goes_on.is_set():
+            return reply.held(self.goes_on, after=8)
+        return reply.held(self.listening)
 
     def _stop(self) -> None:
         self._gunicorn.terminate()
@@ -348,6 +355,29 @@ def test_the_answer_is_seen_while_it_comes(desk: Desk) -> None:
             if b"back." in line:
                 break
     assert len(said) > 1  # the beginning came before the end
+
+
+@loops(*LOOPS)
+def test_a_terminal_shows_words_before_the_model_has_said_the_rest(desk: Desk) -> None:
+    """The provider stands still in the middle of its answer until the beginning was seen."""
+    desk.listening.clear()
+    desk.goes_on.clear()
+    try:
+        execution_id = desk.start(NO_APPROVALS)
+        env = environment(REBUNO_URL=desk.kernel.url)
+        with on_a_terminal("exec", "watch", execution_id, env=env) as watch:
+            watchers = desk.kernel._running().hub._subscriptions
+            wait_until(lambda: execution_id in watchers, 60.0)
+            desk.listening.set()
+            watch.read_until("Your kettle")
+            assert desk.client.get(execution_id).status == "running"
+            assert "back." not in watch.text
+            desk.goes_on.set()
+            assert watch.wait() == 0
+        assert ANSWER in watch.text
+    finally:
+        desk.listening.set()
+        desk.goes_on.set()
 
 
 def test_the_demo() -> None:
