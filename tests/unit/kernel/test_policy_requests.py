@@ -170,3 +170,17 @@ def test_bundles_and_bodies_that_will_not_do(client: Client, caller: Caller) -> 
     for body in ({}, {"cases": {}}, {"cases": None}, {"cases": [], "dry": True}, [1]):
         answer = caller.client("POST", "/v0/policies/a1/test", body)
         assert (answer.status_code, answer.json()["code"]) == (400, "validation_error")
+
+
+def test_a_default_action_that_is_a_slip_is_warned_about(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    for action in ("allow", "deny"):
+        client.set_policy("a1", f"default_action: {action}")
+    assert caplog.messages == []
+    client.set_policy("a1", "default_action: alow")
+    assert caplog.messages == [
+        "the policy of agent a1: default_action 'alow' means deny, as all but allow does;"
+        " write allow or deny"
+    ]
+    assert client.test_policy("a1", [{"target": "t"}]).results[0]["decision"] == "deny"
