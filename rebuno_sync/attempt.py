@@ -201,7 +201,9 @@ class Attempt:
 
         Unless its own code does that to it each time, as ``sys.exit()`` in a library would.
         """
-        if isinstance(exc, SystemExit) and (self._lease.attempt or 0) >= MAX_EXITS:
+        exits = isinstance(exc, SystemExit) and (self._lease.attempt or 0) >= MAX_EXITS
+        # Under gevent, gunicorn's own way out of a hung worker is raised within the handler.
+        if exits and not self._is_ending():
             log.error("the handler exits in every attempt: %s", self._lease, exc_info=exc)
             return self._fail(failure_reason(exc), exc)
         name = type(exc).__name__

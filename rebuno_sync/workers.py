@@ -187,30 +187,40 @@ class Workers:
     def close(self, timeout: float) -> bool:
         """Take nothing more, let what runs end, and give up what has not ended in time.
 
-        The order: new deliveries are refused; dispatches that have not begun are given up, so
-        that another process gets them when their lease runs out; running handlers get
-        ``timeout`` seconds; what still runs then loses its lease, so that it writes nothing
+        The order: new deliveries are refused; dispatches that no thread is free for are given
+        up, so that another process gets them when their lease runs out; the others get
+        ``timeout`` seconds; what is not done then loses its lease, so that it writes nothing
         more and another process continues it.
 
         Returns:
-            Whether every running handler ended in time.
+            Whether every handler that had a thread ended in time.
         """
         self.refuse()
         with self._changed:
-            done = self._changed.wait_for(lambda: not self._running, timeout)
+            done = self._changed.wait_for(lambda: not self._running and not self._waiting, timeout)
             for run in self._running:
                 self._give_up(run, f"still ran after {timeout:.3g} s")
+            self._abandon_waiting(0)
         return done
 
     def refuse(self) -> None:
-        """Take nothing more, and give up what has not begun: the first half of :meth:`close`."""
+        """Take nothing more, and give up what no thread is free for: how :meth:`close` begins.
+
+        A dispatch taken a moment ago has a thread that is about to begin it. Given up it would
+        cost a whole lease, each time where a worker ends with the request that brought it.
+        """
         with self._changed:
             self._closing = True
-            for run in self._waiting:
-                self._give_up(run, "had not begun")
-            self._waiting.clear()
+            self._abandon_waiting(self._threads - len(self._running))
             self._changed.notify_all()
             self._tell_load()
+
+    def _abandon_waiting(self, begin: int) -> None:
+        """Give up what waits, but for the first ``begin`` that may begin at once."""
+        may_begin = [run for run in self._waiting if not self._must_wait(run)][:begin]
+        for run in [run for run in self._waiting if run not in may_begin]:
+            self._waiting.remove(run)
+            self._give_up(run, "had not begun")
 
     def _give_up(self, run: Run, why: str) -> None:
         log.warning("shutting down: %s %s and is given up", run.lease, why, extra=run.lease.ids)

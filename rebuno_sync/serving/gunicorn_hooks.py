@@ -2,14 +2,24 @@
 
     from rebuno_sync.serving.gunicorn_hooks import *
 
-A process drains its agents by itself when it ends. The hooks begin earlier and end sooner:
+A process drains its agents by itself when it ends. The hooks begin earlier and end sooner, in
+this order:
 
-1. SIGTERM, SIGINT, SIGQUIT or SIGABRT reaches the worker: from that moment no dispatch is taken.
-   Webhooks that still arrive are answered 503, and the kernel delivers them again, to another
-   worker.
+1. The worker is to go, and from that moment takes no dispatch: webhooks that still reach it are
+   answered 503, and the kernel delivers them again, to another worker.
+
+   - A stop and a reload of gunicorn send the worker SIGTERM: ``post_worker_init`` has put a
+     handler before gunicorn's own. A quick stop sends SIGQUIT (``worker_int``).
+   - ``max_requests`` sends nothing. The request that reaches the number is still served, so the
+     dispatch that it may bring is taken; gunicorn then marks the worker as done, and
+     ``pre_request`` sees that before each request that the worker serves after it.
+   - ``timeout`` sends SIGABRT to a worker that gives no sign of life (``worker_abort``).
+
 2. gunicorn finishes the requests under way, which are short.
-3. ``worker_exit``: running handlers get ``shutdown_timeout`` seconds, but never so many that
-   gunicorn's ``timeout`` would have the worker killed meanwhile.
+3. ``worker_exit``: what is queued is given up, but for what has a thread to begin on; handlers get
+   ``shutdown_timeout`` seconds, but never so many that gunicorn would kill the worker meanwhile:
+   it does when ``graceful_timeout`` has passed since the signal, and when the worker has given
+   no sign of life for ``timeout``. After SIGABRT they get none: SIGKILL follows within a second.
 4. What is not done then is given up, and the log says which executions: their leases are renewed
    no more, nothing is reported failed, and another worker continues them.
 
@@ -25,17 +35,35 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from types import FrameType
 from typing import Any
 
 from ..processes import drain, refuse_dispatches
 
-__all__ = ["child_exit", "post_worker_init", "worker_abort", "worker_exit", "worker_int"]
+__all__ = [
+    "child_exit",
+    "post_worker_init",
+    "pre_request",
+    "worker_abort",
+    "worker_exit",
+    "worker_int",
+]
 
 log = logging.getLogger(__name__)
 
 #: What gunicorn needs to see a worker off before its ``timeout`` is over, in seconds.
 _MARGIN = 3.0
+#: What a worker needs to end after its handlers, before ``graceful_timeout`` is over, in seconds.
+_LAST_WORDS = 1.0
+#: When gunicorn will kill this process, by the monotonic clock; known once it was told to go.
+_killed_at = float("inf")
+
+
+def _told_to_go(patience: float) -> None:
+    global _killed_at
+    _killed_at = min(_killed_at, time.monotonic() + patience)
+    refuse_dispatches()
 
 
 def post_worker_init(worker: Any) -> None:
@@ -43,27 +71,34 @@ def post_worker_init(worker: Any) -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def on_term(number: int, frame: FrameType | None) -> None:
-        refuse_dispatches()
+        _told_to_go(worker.cfg.graceful_timeout)
         if callable(before):
             before(number, frame)
 
     signal.signal(signal.SIGTERM, on_term)
 
 
+def pre_request(worker: Any, req: Any) -> None:
+    """Take no more dispatches once the worker has had its ``max_requests``."""
+    if not worker.alive:
+        refuse_dispatches()
+
+
 def worker_int(worker: Any) -> None:
     """Take no more dispatches: the worker has been told to go at once."""
-    refuse_dispatches()
+    _told_to_go(worker.cfg.graceful_timeout)
 
 
 def worker_abort(worker: Any) -> None:
     """Take no more dispatches: gunicorn is about to kill a worker that it takes for hung."""
-    refuse_dispatches()
+    _told_to_go(0.0)
 
 
 def worker_exit(server: Any, worker: Any) -> None:
     """Let the handlers of this worker end, and give up those that do not."""
     # From here on the worker gives gunicorn no sign of life.
-    limit = max(worker.cfg.timeout - _MARGIN, 0.0) if worker.cfg.timeout else None
+    silence = worker.cfg.timeout - _MARGIN if worker.cfg.timeout else float("inf")
+    limit = max(0.0, min(silence, _killed_at - _LAST_WORDS - time.monotonic()))
     if not drain(limit):
         log.warning("worker %s ends with handlers that still run", worker.pid)
 

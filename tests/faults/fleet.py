@@ -31,6 +31,7 @@ class Fleet:
     client: Client
     journal: Path
     master: subprocess.Popen[bytes]
+    app: str
     options: tuple[str, ...]
     listener: socket.socket
 
@@ -67,11 +68,11 @@ class Fleet:
     def restart(self) -> None:
         """Start another gunicorn after the first one has ended."""
         self.master.wait(60)
-        self.master = _start(self.kernel.url, self.journal, self.listener, self.options)
+        self.master = _start(self.kernel.url, self.journal, self.listener, self.app, self.options)
 
 
 @contextlib.contextmanager
-def fleet_of(journal: Path, *options: str) -> Iterator[Fleet]:
+def fleet_of(journal: Path, *options: str, app: str = "gunicorn_app") -> Iterator[Fleet]:
     """Start a gunicorn of two workers with further ``options``; it notes things in ``journal``."""
     with (
         EmbeddedKernel() as kernel,
@@ -81,8 +82,8 @@ def fleet_of(journal: Path, *options: str) -> Iterator[Fleet]:
     ):
         webhook = f"http://127.0.0.1:{listener.getsockname()[1]}/webhook"
         client.register_agent(AGENT, webhook, SECRET, lease_timeout_seconds=LEASE)
-        master = _start(kernel.url, journal, listener, options)
-        fleet = Fleet(kernel, client, journal, master, options, listener)
+        master = _start(kernel.url, journal, listener, app, options)
+        fleet = Fleet(kernel, client, journal, master, app, options, listener)
         try:
             yield fleet
         finally:
@@ -96,10 +97,13 @@ def fleet_of(journal: Path, *options: str) -> Iterator[Fleet]:
 
 
 def _start(
-    kernel_url: str, journal: Path, listener: socket.socket, options: tuple[str, ...]
+    kernel_url: str, journal: Path, listener: socket.socket, app: str, options: tuple[str, ...]
 ) -> subprocess.Popen[bytes]:
-    always = ("--threads", "4", "--timeout", "300", "--graceful-timeout", "5")
-    return gunicorn("gunicorn_app", kernel_url, journal, listener, (*always, *options))
+    always = ["--timeout=300", "--graceful-timeout=5", "--no-control-socket"]
+    # With more than one thread gunicorn takes "sync" for "gthread".
+    if not any(option.startswith("--worker-class") for option in options):
+        always += ["--worker-class=gthread", "--threads=4"]
+    return gunicorn(app, kernel_url, journal, listener, (*always, *options))
 
 
 def gunicorn(

@@ -519,6 +519,24 @@ def test_a_handler_that_exits_in_every_attempt_fails_in_the_end(kernel: Scripted
     assert (run.status, run.failure_reason) == ("failed", "agent_error: SystemExit: no such option")
 
 
+def test_a_handler_that_the_end_of_its_worker_interrupts_never_fails(
+    kernel: ScriptedKernel,
+) -> None:
+    """Under gevent, gunicorn's way out of a hung worker is raised within the handler."""
+
+    def handler() -> None:
+        if execution().dispatch_attempt == 5:
+            agent._here().workers.refuse()
+        sys.exit(1)
+
+    with agent_of(kernel, handler) as agent:
+        run = kernel.create()
+        for _ in range(5):
+            kernel.deliver(run)
+            assert agent.join(timeout=30)
+    assert run.status == "running"
+
+
 def test_an_exception_outside_of_exception_fails_at_once(kernel: ScriptedKernel) -> None:
     class Stop(BaseException):
         pass

@@ -497,3 +497,37 @@ def test_nothing_is_claimed_that_is_then_refused(make: Callable[..., Bench]) -> 
     bench.workers.refuse()
     assert bench.accept("c") is CLOSING
     assert claimed == []
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_what_was_just_taken_begins_though_the_end_is_near(limit: int) -> None:
+    """Every thread begins one dispatch more; for the rest of the queue there is none."""
+    begin, begun, go = threading.Event(), [], threading.Event()
+
+    def run(run: Run) -> None:
+        begun.append(run.dispatch.dispatch_id)
+        assert go.wait(30)
+
+    class Late(Workers):
+        """As when no thread has come to run yet."""
+
+        def _next(self) -> Run | None:
+            self._changed.release()
+            try:
+                assert begin.wait(30)
+            finally:
+                self._changed.acquire()
+            return super()._next()
+
+    workers = Late(
+        run, Heartbeats(lambda lease, timeout: None, "beat"), "late", limit=limit, queue_limit=9
+    )
+    for name in "abcd":
+        taken = dispatch(1, dispatch_id=name, execution_id=f"e-{name}")
+        assert workers.accept(taken, contextlib.nullcontext) is TAKEN
+    workers.refuse()
+    begin.set()
+    wait_until(lambda: len(begun) == limit)
+    go.set()
+    assert workers.close(30)
+    assert sorted(begun) == list("abcd")[:limit]

@@ -15,7 +15,8 @@ from rebuno_sync.signing import sign_body
 
 agent = Agent("a", secret="s", base_url="http://127.0.0.1:9", shutdown_timeout=WAITS)
 agent.bind(lambda: None)
-worker = types.SimpleNamespace(cfg=types.SimpleNamespace(timeout=TIMEOUT), pid=1)
+settings = types.SimpleNamespace(timeout=TIMEOUT, graceful_timeout=GRACEFUL)
+worker = types.SimpleNamespace(cfg=settings, pid=1, alive=True)
 
 def deliver(number=[0]):
     number[0] += 1
@@ -24,8 +25,14 @@ def deliver(number=[0]):
 """
 
 
-def run(script: str, timeout: float = 30.0, waits: float = 0.0) -> str:
-    code = PRELUDE.replace("TIMEOUT", str(timeout)).replace("WAITS", str(waits)) + script
+def run(
+    script: str, timeout: float = 30.0, waits: float = 0.0, graceful_timeout: float = 30.0
+) -> str:
+    settings = {"TIMEOUT": timeout, "WAITS": waits, "GRACEFUL": graceful_timeout}
+    code = PRELUDE
+    for name, value in settings.items():
+        code = code.replace(name, str(value))
+    code += script
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
@@ -51,10 +58,20 @@ def test_the_other_signals_end_it_as_well(hook: str) -> None:
     assert run(f"hooks.{hook}(worker)\nprint(deliver())") == "503\n"
 
 
-def test_the_exit_of_a_worker_waits_no_longer_than_gunicorn_does() -> None:
-    """The handler never ends, the agent would wait 30 seconds, gunicorn kills after 3."""
+def test_a_worker_that_has_had_its_requests_takes_no_more_dispatches() -> None:
     told = run(
         """
+hooks.pre_request(worker, None)
+print(deliver())
+worker.alive = False
+hooks.pre_request(worker, None)
+print(deliver())
+"""
+    )
+    assert told.splitlines() == ["202", "503"]
+
+
+FOREVER = """
 def forever(run):
     started.set()
     threading.Event().wait()
@@ -63,12 +80,30 @@ started = threading.Event()
 agent._run_dispatch = forever
 deliver()
 started.wait()
+FIRST
 hooks.worker_exit(None, worker)
 print("gone", flush=True)
 os._exit(0)
-""",
-        timeout=3.0,
-        waits=30.0,
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "timeout", "graceful_timeout"),
+    [
+        pytest.param("", 3.0, 1e6, id="timeout"),
+        pytest.param("hooks.worker_int(worker)", 0, 1.0, id="graceful-timeout"),
+        pytest.param("hooks.worker_abort(worker)", 1e6, 1e6, id="killed-at-once"),
+    ],
+)
+def test_the_exit_of_a_worker_waits_no_longer_than_gunicorn_does(
+    first: str, timeout: float, graceful_timeout: float
+) -> None:
+    """The handler never ends, and the agent would wait for it longer than this test does."""
+    told = run(
+        FOREVER.replace("FIRST", first),
+        timeout=timeout,
+        waits=1e6,
+        graceful_timeout=graceful_timeout,
     )
     assert told == "gone\n"
 
@@ -81,6 +116,5 @@ from rebuno_sync.serving.gunicorn_hooks import *
 print(sorted(set(globals()) - before))
 """
     )
-    assert told == (
-        "['child_exit', 'post_worker_init', 'worker_abort', 'worker_exit', 'worker_int']\n"
-    )
+    hooks = ("post_worker_init", "pre_request", "worker_abort", "worker_exit", "worker_int")
+    assert told == f"{['child_exit', *hooks]}\n"
