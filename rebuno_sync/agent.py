@@ -24,6 +24,7 @@ from .kernel_client import KernelClient, Signature
 from .lease import Heartbeats
 from .processes import Part, this_process
 from .transport import Transport
+from .uwsgi import no_threads
 from .wire import Dispatch
 from .workers import Acceptance, Run, Scope, Workers
 
@@ -181,6 +182,9 @@ class AgentCore:
         if self._binder is None:
             text = "this agent has no handler yet; give it one with agent.bind(fn)"
             return self._refused("no_handler", 503, text)
+        if unfit := no_threads():
+            log.error("a dispatch for agent %s was refused: %s", self.agent_id, unfit)
+            return self._refused("no_threads", 503, unfit)
         if this_process().refusing:
             return self._refused("closing", 503, "this process is ending")
         carrier = observers.carried(headers) if observers.installed else _NO_HEADERS

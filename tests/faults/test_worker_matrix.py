@@ -19,12 +19,13 @@ from pathlib import Path
 import pytest
 
 from rebuno_sync.wire import Execution
-from tests.documentation.pages import ROOT
+from tests.documentation.pages import ROOT, blocks
 from tests.faults.fleet import Fleet, fleet_of
 from tests.faults.sides import AGENT
 from tests.scripted import wait_until
 
 PAGE = ROOT / "docs" / "serving.md"
+THIS = Path(__file__).name
 CLASSES = ("sync", "gthread", "gevent")
 LOADINGS = ("plain", "preload")
 #: Of the handler in matrix_app.py: its steps, and the one that stands still.
@@ -68,25 +69,17 @@ def test_the_table_has_every_cell_once_and_nothing_else() -> None:
     assert {cell.comes_to for cell in table()} <= set(MEANS)
 
 
-CONFIGURATION = """
-from rebuno_sync.serving import gunicorn_hooks
-from rebuno_sync.serving.gunicorn_hooks import *
-
-
-def post_worker_init(worker):
-    gunicorn_hooks.post_worker_init(worker)
-    worker.log.info("ready: %s", worker.pid)
-"""
-
-
 @contextlib.contextmanager
 def fleet_for(journal: Path, worker_class: str, *options: str) -> Iterator[Fleet]:
+    """Start a gunicorn with the configuration of the page, which has hooks of its own."""
+    own_hooks, patched = (b.text for b in blocks(PAGE) if b.by == f"tests/faults/{THIS}")
     conf = journal / "gunicorn.conf.py"
-    conf.write_text(CONFIGURATION, encoding="utf-8")
+    both = patched + own_hooks if worker_class == "gevent" and "--preload" in options else own_hooks
+    conf.write_text(both, encoding="utf-8")
     always = [f"--config={conf}", f"--worker-class={worker_class}", "--graceful-timeout=60"]
     if worker_class == "gthread":
         always.append("--threads=4")
-    with fleet_of(journal, *always, *options, app="matrix_app:app") as fleet:
+    with fleet_of(journal, *always, *options, app="matrix_app") as fleet:
         try:
             wait_until_ready(fleet)
             yield fleet
@@ -104,7 +97,7 @@ def wait_until_ready(fleet: Fleet) -> None:
             for pattern in (
                 r"Booting worker with pid: (\d+)",
                 r"exiting \(pid: (\d+)",
-                r"ready: (\d+)",
+                r"worker (\d+) is ready",
             )
         )
         alive = {pid for pid in booted - exited if is_running(int(pid))}

@@ -27,6 +27,8 @@ def kernel() -> Iterator[EmbeddedKernel]:
     [
         pytest.param("bare:app", ["one"], "bare", THREADS, id="bare"),
         pytest.param("django_project:app", ["one"], "django", THREADS, id="django"),
+        # As docs/serving.md has it.
+        pytest.param("django_page:app", ["shop"], "django", THREADS, id="django-page"),
         pytest.param("flask_app:app", ["one", "two"], "second", THREADS, id="flask-later-app"),
         pytest.param("flask_app:first", ["one", "two"], "first", THREADS, id="flask-earlier-app"),
         pytest.param(
@@ -42,6 +44,11 @@ def kernel() -> Iterator[EmbeddedKernel]:
             *("django_project:app", ["one"], "django"),
             ("--worker-class", "sync", "--preload"),
             id="django-sync-preload",
+        ),
+        pytest.param(
+            *("flask_app:create_app('made')", ["one", "two"], "made"),
+            ("--worker-class", "gevent", "--workers", "2"),
+            id="flask-factory-gevent",
         ),
     ],
 )
@@ -77,5 +84,5 @@ def test_an_execution_of_three_steps_ends(
             ]
         with requests.Session() as session:
             assert session.get(f"{url}/", timeout=30).text == "ordinary"
-            forged = session.post(f"{url}/agents/one/webhook", data=b"{}", timeout=30)
+            forged = session.post(f"{url}/agents/{agents[0]}/webhook", data=b"{}", timeout=30)
             assert (forged.status_code, forged.text) == (401, "")

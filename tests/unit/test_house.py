@@ -46,7 +46,8 @@ FLOORS: list[set[str]] = [
     {"errors"},
     # What knows nothing of Rebuno.
     {"slow_peers"},
-    {"functions", "forks", "threads", "live_text", "long_integers", "version", "logs", "observers"},
+    {"functions", "forks", "threads", "uwsgi", "logs", "observers"},
+    {"live_text", "long_integers", "version"},
 ]
 #: What the embedded kernel takes from the SDK; ``live_text`` is how the words of a model are read
 #: from its stream, which the kernel's page shows as the command line does.
