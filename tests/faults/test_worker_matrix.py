@@ -70,12 +70,16 @@ def test_the_table_has_every_cell_once_and_nothing_else() -> None:
 
 
 @contextlib.contextmanager
-def fleet_for(journal: Path, worker_class: str, *options: str) -> Iterator[Fleet]:
-    """Start a gunicorn with the configuration of the page, which has hooks of its own."""
+def fleet_for(journal: Path, worker_class: str, *options: str, more: str = "") -> Iterator[Fleet]:
+    """Start a gunicorn with the configuration of the page, which has hooks of its own.
+
+    Args:
+        more: more of the configuration.
+    """
     own_hooks, patched = (b.text for b in blocks(PAGE) if b.by == f"tests/faults/{THIS}")
     conf = journal / "gunicorn.conf.py"
     both = patched + own_hooks if worker_class == "gevent" and "--preload" in options else own_hooks
-    conf.write_text(both, encoding="utf-8")
+    conf.write_text(both + more, encoding="utf-8")
     always = [f"--config={conf}", f"--worker-class={worker_class}", "--graceful-timeout=60"]
     if worker_class == "gthread":
         always.append("--threads=4")
