@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -51,8 +52,7 @@ def test(
     but --execution needs a kernel.
     """
     bundle = _parse(read_text(bundle_file))
-    for warning in bundle.warnings:
-        session.output.note(f"{bundle_file}: {warning}")
+    _warn(session, bundle_file, bundle)
     cases = _cases_of_file(cases_file, agent_id)
     if execution_id is not None:
         cases += _cases_of_execution(session, execution_id, agent_id)
@@ -104,6 +104,11 @@ def _cases_of_execution(session: Session, execution_id: str, agent_id: str | Non
     agent = agent_id or session.client.get(execution_id).agent_id
     steps, events = session.client.steps(execution_id), session.client.events(execution_id)
     return recorded_cases(agent, steps, events)
+
+
+def _warn(session: Session, bundle_file: str, bundle: Bundle) -> None:
+    for warning in bundle.warnings:
+        session.output.note(f"{bundle_file}: {warning}")
 
 
 def _show(session: Session, outcomes: Sequence[Outcome], rules: Sequence[str], wrong: int) -> None:
@@ -165,7 +170,13 @@ def _conditions(verdict: Verdict) -> str:
 @pass_session
 def set_policy(session: Session, agent_id: str, bundle_file: str) -> None:
     """Put a BUNDLE, a YAML file, in force for AGENT, in place of what it had."""
-    session.client.set_policy(agent_id, read_text(bundle_file))
+    from rebuno_sync.kernel.policy import Bundle, BundleError
+
+    text = read_text(bundle_file)
+    session.client.set_policy(agent_id, text)
+    # What the kernel took counts; what we cannot read of it another generation may.
+    with contextlib.suppress(BundleError):
+        _warn(session, bundle_file, Bundle.parse(text))
     if session.json:
         session.output.record({"id": agent_id, "done": "set"})
     else:

@@ -12,6 +12,7 @@ import collections
 import logging
 import threading
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 import orjson
 import requests
@@ -205,8 +206,11 @@ def webhook_body(claim: Claim) -> bytes:
     )
 
 
-def post_webhook(claim: Claim, timeout: float = WEBHOOK_TIMEOUT) -> int | None:
-    """Post the webhook; return the status, or ``None`` when none came in ``timeout`` seconds."""
+def post_webhook(claim: Claim, timeout: float | None = None) -> int | None:
+    """Post the webhook; return the status, or ``None`` when none came in ``timeout`` seconds.
+
+    Without a ``timeout``, :data:`WEBHOOK_TIMEOUT` holds.
+    """
     if claim.webhook_url is None:
         _log.warning("agent %s is not registered any more", claim.agent_id)
         return None
@@ -227,14 +231,27 @@ def post_webhook(claim: Claim, timeout: float = WEBHOOK_TIMEOUT) -> int | None:
                 claim.webhook_url,
                 data=body,
                 headers=headers,
-                timeout=timeout,
+                timeout=WEBHOOK_TIMEOUT if timeout is None else timeout,
                 allow_redirects=False,
                 stream=True,
             ) as answer:
                 status = answer.status_code
     except (requests.RequestException, OSError, ValueError) as exc:
-        _log.warning("the webhook of agent %s did not answer: %s", claim.agent_id, exc)
+        _log.warning(
+            "the webhook of agent %s at %s did not answer: %s",
+            claim.agent_id,
+            urlsplit(claim.webhook_url).netloc.rpartition("@")[2],  # the rest may be secret
+            _why(exc),
+        )
         return None
     if not 200 <= status < 300:
         _log.warning("the webhook of agent %s answered %d", claim.agent_id, status)
     return status
+
+
+def _why(exc: BaseException) -> str:
+    """Return what the innermost error says: what wraps it tells of pools and retries."""
+    for inner in (*exc.args, getattr(exc, "reason", None), exc.__cause__):
+        if isinstance(inner, BaseException):
+            return _why(inner)
+    return getattr(exc, "strerror", None) or str(exc)

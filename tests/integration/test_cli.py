@@ -523,11 +523,15 @@ def test_a_policy_is_tried_on_an_execution_and_set(tmp_path: Path) -> None:
         assert summary == {"summary": {"cases": 1, "mismatches": 1, "unreached_rules": []}}
         assert run(url, "policy", "set", "a1", str(bundle)).stdout == "set the policy of a1\n"
         assert served.client.agent("a1").policy_bundle == "default_action: allow\n"
+        bundle.write_text("default_action: alow\n")
+        warned = run(url, "policy", "set", "a1", str(bundle))
+        assert warned.exit_code == 0
+        assert "default_action 'alow' means deny" in warned.stderr
         bundle.write_text("rules: [{id: r}]\n")
         refused = run(url, "policy", "set", "a1", str(bundle))
         assert refused.exit_code == 1
         assert "rule 'r'" in refused.stderr
-        assert served.client.agent("a1").policy_bundle == "default_action: allow\n"
+        assert served.client.agent("a1").policy_bundle == "default_action: alow\n"
 
 
 def test_policies_are_tested_without_a_kernel(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from rebuno_sync.kernel import EmbeddedKernel
+from rebuno_sync.kernel import EmbeddedKernel, dispatch
+from rebuno_sync.kernel.deliveries import Claim
 from tests.unit.kernel.agent_double import Caller, Webhooks, eventually
 from tests.unit.kernel.conftest import manifest
 
@@ -233,3 +235,15 @@ def test_occurrences_survive_a_restart_in_the_middle_of_an_attempt(
     steps = caller.client("GET", path).json()
     assert [step["occurrence"] for step in steps] == [0, 1]
     caller.close()
+
+
+def test_why_a_webhook_did_not_answer_is_told_in_its_own_words(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for scheme in ("http", "https"):
+        url = f"{scheme}://user:password@127.0.0.1:{port}/webhook?token=x"
+        assert dispatch.post_webhook(Claim("d", "e", "a1", 1, 1.0, 0.0, url, "s")) is None
+    told = f"the webhook of agent a1 at 127.0.0.1:{port} did not answer: Connection refused"
+    assert caplog.messages == [told] * 2
