@@ -194,12 +194,13 @@ class StreamedBody:
         result: dict[str, Any] = kept(self._incoming.status, self._headers, bytes(self._content))
         try:
             self._live.close()
-            if failure is None:
-                self._record(result)
-            elif failure is _CLOSED_EARLY:
-                self._record({**result, "closed_early": True})
-            else:
-                self._record_failure(kept_failure(failure, result))
+            with self._context.within(self._step_id):
+                if failure is None:
+                    self._record(result)
+                elif failure is _CLOSED_EARLY:
+                    self._record({**result, "closed_early": True})
+                else:
+                    self._record_failure(kept_failure(failure, result))
         except RebunoError as exc:
             self._failure = Failure("", f"this answer cannot be recorded: {exc}")
         finally:

@@ -217,6 +217,65 @@ def test_an_llm_call_is_a_step_as_well(seen: Seen, stream: bool) -> None:
     assert seen.ids("asking") == (found.execution.id, 1, llm.step_id)
 
 
+class BrokenStream(LoggingProvider):
+    """Answers that break off after their first chunk."""
+
+    def send(self, request: PreparedRequest, **settings: Any) -> Response:  # type: ignore[override]
+        response = super().send(request, **settings)
+        response.iter_content = lambda *_: _breaks_off()  # type: ignore[method-assign]
+        return response
+
+
+def _breaks_off() -> Iterator[bytes]:
+    yield b"data: a\n\n"
+    raise requests.ConnectionError("the line is dead")
+
+
+def test_what_is_said_of_a_stream_while_the_handler_reads_it(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise rebuno_sync.NetworkError("the kernel is busy")
+
+    monkeypatch.setattr("rebuno_sync.kernel_client.KernelClient.stream", refuse)
+
+    def handler() -> None:
+        session = requests_session(adapter=BrokenStream())
+        asked = {"model": "m1", "stream": True}
+        answer = session.post("http://llm.invalid/v1", json=asked, stream=True)
+        with pytest.raises(requests.RequestException):
+            list(answer.iter_content(None))
+        shop.info("back in the handler")
+
+    found = run(handler)
+    (llm,) = found.steps
+    here = (found.execution.id, 1, llm.step_id)
+    assert seen.ids("m1 broke off") == here
+    # On the thread that publishes what comes in.
+    assert seen.ids("a live delta was not taken") == here
+    assert seen.ids("back in the handler") == (*here[:2], "")
+
+
+def test_what_is_given_up_at_a_shutdown_is_named(seen: Seen) -> None:
+    held, go = threading.Event(), threading.Event()
+
+    def handler() -> None:
+        held.set()
+        assert go.wait(30)
+
+    with TestKernel() as kernel:
+        agent = Agent("a1", secret="s", base_url="http://kernel.invalid", max_concurrency=1)
+        agent.bind(handler)
+        kernel.attach(agent)
+        with kernel.client() as client:
+            created = client.create("a1", {})
+            assert held.wait(30)
+            assert not agent.close(0)
+            go.set()
+            assert agent.join(30)
+    assert seen.ids("shutting down: ") == (created.id, 1, "")
+
+
 # The filter by itself
 
 

@@ -190,6 +190,23 @@ def test_requests_to_the_kernel_are_spans_of_what_they_are_for(traces: Traces) -
     assert "POST /v0/agents" not in {s.name for s in traces.spans}
 
 
+def test_the_span_of_a_stream_ends_with_its_record(traces: Traces) -> None:
+    def handler() -> str:
+        session = requests_session(adapter=LoggingProvider())
+        asked = {"model": "m1", "stream": True}
+        answer = session.post("http://llm.invalid/v1", json=asked, stream=True)
+        traces.tracer.start_span("reading").end()
+        return answer.text
+
+    run(handler)
+    call = traces.named("llm_call m1")
+    assert call.attributes["rebuno.outcome"] == "succeeded"  # type: ignore[index]
+    assert traces.path(traces.named("reading")) == ["reading", "dispatch a1"]
+    recorded = traces.named("POST /v0/executions/{id}/steps/{id}/complete")
+    assert traces.path(recorded)[1:] == ["llm_call m1", "dispatch a1"]
+    assert (call.end_time or 0) >= (recorded.end_time or 0) > 0
+
+
 def test_heartbeats_make_no_spans(traces: Traces) -> None:
     with TestKernel() as kernel:
         agent = Agent("a1", secret="s", base_url="http://kernel.invalid")

@@ -150,6 +150,8 @@ def test_the_load_is_told_as_it_changes(registry: CollectorRegistry) -> None:
                 return tuple(registry.get_sample_value(f"rebuno_agent_{n}", labels) for n in names)
 
             wait_until(lambda: load() == (2, 1))
+            assert not agent.close(0)
+            assert load() == (0, 1), "what had not begun is given up"
             go.set()
-            wait_until(lambda: load() == (0, 0))
             assert agent.join(30)
+            assert load() == (0, 0)
