@@ -316,7 +316,7 @@ def test_an_answer_too_large_to_record_is_an_error_on_both_runs(web: Web) -> Non
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"model": "m", "text": "x" * 10_500_000}, "the kernel takes at most 10485760"),
+        ({"model": "m", "text": "x" * 10_500_000}, "the step 'm' with its arguments has 10500"),
         ({"model": "m", "text": "cut \ud83d"}, "args.text has a lone surrogate"),
     ],
     ids=["too large", "lone surrogate"],
