@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -111,12 +112,27 @@ _starting = threading.Lock()
 
 
 def background_loop() -> BackgroundLoop:
-    """Return this process's loop, started if it is not yet."""
+    """Return this process's loop, started if it is not yet.
+
+    Raises:
+        RuntimeError: gevent has taken the place of threads in this process.
+    """
     global _background
+    _require_real_threads()
     with _starting:
         if _background is None:
             _background = BackgroundLoop()
         return _background
+
+
+def _require_real_threads() -> None:
+    """Say what is wrong where asyncio would take every greenlet for a part of its own loop."""
+    monkey = sys.modules.get("gevent.monkey")
+    if monkey is not None and monkey.is_module_patched("threading"):
+        raise RuntimeError(
+            "MCP tools run on asyncio, which needs a thread of its own, and gevent has replaced "
+            "the threads of this process: serve this agent with gunicorn's gthread worker"
+        )
 
 
 @after_fork

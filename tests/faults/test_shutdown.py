@@ -22,12 +22,13 @@ def hooks(tmp_path: Path) -> str:
     return f"--config={path}"
 
 
-@pytest.mark.parametrize("worker_class", ["sync", "gthread"])
+@pytest.mark.parametrize("worker_class", ["sync", "gthread", "gevent"])
 @pytest.mark.parametrize("with_hooks", [True, False], ids=["hooks", "no hooks"])
 def test_a_handler_gets_its_time_when_gunicorn_is_told_to_go(
     tmp_path: Path, hooks: str, worker_class: str, with_hooks: bool
 ) -> None:
-    options = ["--graceful-timeout=60", f"--worker-class={worker_class}"]
+    # One worker, which is up: gunicorn loses the signal to one that is still starting.
+    options = ["--graceful-timeout=60", f"--worker-class={worker_class}", "--workers=1"]
     with fleet_of(tmp_path, *options, *([hooks] if with_hooks else [])) as fleet:
         created, _ = fleet.start("between")
         fleet.master.send_signal(signal.SIGTERM)
