@@ -225,7 +225,7 @@ def test_a_webhook_where_nobody_is(write: Callable[..., Path], kernel: EmbeddedK
     register(kernel, f"http://127.0.0.1:{free_port()}/hook")
     code, found = doctor("--url", kernel.url, "shop:create_app()")
     assert code == 1
-    assert "cannot be reached" in found["webhook"]["what"]
+    assert "cannot be reached from here: http://127.0.0.1:" in found["webhook"]["what"]
     assert "/agents/a1/webhook" in found["webhook-path"]["what"]
     assert found["secret"]["severity"] == "ok"
 
@@ -337,7 +337,7 @@ def test_a_kernel_url_that_is_none() -> None:
 
 
 def found_agent(base_url: str, secret: str = SECRET) -> Found:
-    return Found("a1", secret, base_url, 25.0, True, ["/webhook"])
+    return Found("a1", [secret], base_url, 25.0, True, ["/webhook"])
 
 
 def test_a_kernel_that_takes_any_signature_proves_nothing() -> None:

@@ -193,10 +193,12 @@ def check_webhook(agent: Agent, url: str) -> Iterator[Finding]:
         unsigned = _post(url, {})
         signed = _post(url, {SIGNATURE_HEADER: signing.sign_body(agent.secrets[0], b"{}")})
     except NetworkError as exc:
+        # The transport speaks of its other end as a kernel, which this one is not.
+        why = str(exc).removeprefix("the kernel at ")
         yield Finding(
             "error",
             "webhook",
-            f"the webhook of {agent.agent_id} cannot be reached from here: {exc}",
+            f"the webhook of {agent.agent_id} cannot be reached from here: {why}",
             "If it is the same from where the kernel is, deliveries fail, and after five of them "
             "executions do.",
             "Start the app, or register the agent with the URL where it is.",
