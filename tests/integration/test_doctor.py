@@ -107,7 +107,7 @@ def test_the_app_is_read_as_gunicorn_would(write: Callable[..., Path]) -> None:
     assert report.worker_class == "sync"
     (agent,) = report.agents
     assert agent == Found(
-        "a1", SECRET, "http://kernel.example:8080/base", 20.0, True, ["/agents/a1/webhook"]
+        "a1", [SECRET], "http://kernel.example:8080/base", 20.0, True, ["/agents/a1/webhook"]
     )
     assert [(e.name, e.timeout, e.idempotency) for e in report.effects] == [
         ("pay", 90.0, "at_most_once")
