@@ -236,6 +236,7 @@ class Attempt:
     def _report(self, end: End, report: Callable[[], None]) -> End:
         """Report an end to the kernel; return the one that now stands."""
         lease = self._lease
+        lease.reporting = True
         try:
             try:
                 report()

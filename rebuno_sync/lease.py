@@ -39,6 +39,8 @@ class Lease:
         interval: how often it is renewed, in seconds.
         cancelled: set once the lease is lost or given up.
         paused: true while nothing that deserves the lease is running; no beat is sent then.
+        reporting: true once the end of the execution is being reported, which is answered by
+            itself; a beat that is refused then has come after it, or means no more than it does.
     """
 
     def __init__(self, dispatch: Dispatch, agent_id: str = "") -> None:
@@ -51,6 +53,7 @@ class Lease:
         self.interval = min(told / 3, LONGEST_INTERVAL) if told else LONGEST_INTERVAL
         self.cancelled = threading.Event()
         self.paused = False
+        self.reporting = False
         self._signal: ControlFlow | None = None
         self._renewed_at = time.monotonic()
 
@@ -199,6 +202,8 @@ class Heartbeats:
             if lease not in self._held:
                 return 0.0
             signal = refusal_of(exc)
+            if signal is not None and lease.reporting:
+                return lease.interval
             if signal is not None:
                 log.warning("lease lost: %s: %s", lease, exc, extra=lease.ids)
                 lease.lose(signal, "refused")

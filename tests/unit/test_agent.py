@@ -736,6 +736,28 @@ def test_an_end_that_is_not_taken(
     assert any("did not take the end" in r.getMessage() for r in caplog.records)
 
 
+def test_a_beat_that_comes_after_the_end_loses_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The execution has ended at the kernel, and the answer that says so is on its way."""
+    ending, refused = threading.Event(), threading.Event()
+
+    def answer(request: Recorded) -> Answer | None:
+        if request.call == "complete":
+            ending.set()
+            assert refused.wait(30)
+        elif request.call == "heartbeat" and ending.is_set():
+            refused.set()
+            return Answer.error(409, "lease_superseded")
+        return None
+
+    with ScriptedKernel(GENERATION_3, lease_timeout=0.6) as kernel:
+        kernel.intercept(answer)
+        run = run_once(kernel, lambda: 1)
+    assert run.status == "completed"
+    assert [r.getMessage() for r in caplog.records if "lost" in r.getMessage()] == []
+
+
 def test_a_refusal_that_came_through_a_library(kernel: ScriptedKernel) -> None:
     def wrapped(text: str) -> Callable[[], Any]:
         def handler() -> None:

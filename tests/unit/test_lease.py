@@ -289,6 +289,21 @@ def test_a_refusal_after_the_end_means_nothing(kernel: Kernel, heartbeats: Heart
     assert not lease.cancelled.is_set()
 
 
+def test_a_refusal_while_the_end_is_reported_means_nothing(
+    kernel: Kernel, heartbeats: Heartbeats, caplog: pytest.LogCaptureFixture
+) -> None:
+    def answer(lease: Lease) -> None:
+        raise ConflictError("m", "lease_superseded", 409)
+
+    kernel.answer = answer
+    lease = lease_of()
+    lease.reporting = True
+    heartbeats.add(lease)
+    wait_until(lambda: len(kernel.beats) >= 2)
+    assert not lease.cancelled.is_set()
+    assert not caplog.records
+
+
 def test_no_beats_while_paused(kernel: Kernel, heartbeats: Heartbeats) -> None:
     paused, other = lease_of(name="paused"), lease_of(name="other")
     paused.paused = True
