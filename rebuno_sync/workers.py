@@ -97,7 +97,10 @@ class Workers:
         self._changed = threading.Condition()
         self._waiting: collections.deque[Run] = collections.deque()
         self._running: set[Run] = set()
-        self._latest: collections.OrderedDict[str, Run] = collections.OrderedDict()
+        # By dispatch: what is held of it, and the newest attempt of one that has ended. The latter
+        # are many, so nothing of their runs is kept.
+        self._held: dict[str, Run] = {}
+        self._ended: collections.OrderedDict[str, int | None] = collections.OrderedDict()
         self._threads = 0
         self._idle = 0
         self._started = 0
@@ -119,10 +122,10 @@ class Workers:
         with self._changed:
             if self._closing:
                 return Acceptance.CLOSING
-            before = self._latest.get(dispatch.dispatch_id)
+            if not self._is_newer(dispatch):
+                return Acceptance.REPEATED
+            before = self._held.get(dispatch.dispatch_id)
             if before is not None:
-                if not self._is_newer(dispatch, before):
-                    return Acceptance.REPEATED
                 self._end(before, f"attempt {dispatch.dispatch_attempt} has been dispatched")
             if len(self._waiting) + len(self._running) >= self._limit + self._queue_limit:
                 return Acceptance.FULL
@@ -142,37 +145,42 @@ class Workers:
                         self._waiting.remove(run)
                         self._heartbeats.remove(run.lease)
                         raise
-            self._latest[dispatch.dispatch_id] = run
-            self._latest.move_to_end(dispatch.dispatch_id)
-            self._forget_the_oldest()
+            self._held[dispatch.dispatch_id] = run
             self._changed.notify()
             self._tell_load()
         return Acceptance.TAKEN
 
-    def _is_newer(self, dispatch: Dispatch, before: Run) -> bool:
-        then, now = before.dispatch.dispatch_attempt, dispatch.dispatch_attempt
+    def _is_newer(self, dispatch: Dispatch) -> bool:
+        held = self._held.get(dispatch.dispatch_id)
+        if held is None and dispatch.dispatch_id not in self._ended:
+            return True
+        then = self._ended[dispatch.dispatch_id] if held is None else held.dispatch.dispatch_attempt
+        now = dispatch.dispatch_attempt
         if then is None or now is None:
             # Generation 1 counts no attempts: a dispatch that has ended here comes again
             # because its lease ran out.
-            return before not in self._running and before not in self._waiting
+            return held is None
         return now > then
 
     def _end(self, run: Run, why: str) -> None:
-        """Give up a dispatch that the kernel has given to a newer attempt, if it is held still."""
-        if run in self._running or run in self._waiting:
-            run.lease.lose(LeaseSuperseded(why))
-            self._heartbeats.remove(run.lease)
+        """Give up a dispatch that the kernel has given to a newer attempt."""
+        run.lease.lose(LeaseSuperseded(why))
+        self._heartbeats.remove(run.lease)
         if run in self._waiting:
             self._waiting.remove(run)
+            self._remember(run)
             self._tell_load()
 
-    def _forget_the_oldest(self) -> None:
-        while len(self._latest) > REMEMBERED + len(self._running) + len(self._waiting):
-            oldest = next(iter(self._latest.values()))
-            if oldest in self._running or oldest in self._waiting:
-                self._latest.move_to_end(oldest.dispatch.dispatch_id)
-            else:
-                del self._latest[oldest.dispatch.dispatch_id]
+    def _remember(self, run: Run) -> None:
+        """Note that a dispatch has ended here, unless a newer attempt of it is held or has."""
+        name, attempt = run.dispatch.dispatch_id, run.dispatch.dispatch_attempt
+        if self._held.get(name) is not run:
+            return
+        del self._held[name]
+        self._ended[name] = attempt
+        self._ended.move_to_end(name)
+        if len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
 
     @property
     def closing(self) -> bool:
@@ -265,6 +273,7 @@ class Workers:
                 self._heartbeats.remove(run.lease)
                 with self._changed:
                     self._running.discard(run)
+                    self._remember(run)
                     self._changed.notify_all()
                     self._tell_load()
                 del run
@@ -290,6 +299,7 @@ class Workers:
         for run in list(self._waiting):
             if run.lease.signal is not None:
                 self._waiting.remove(run)
+                self._remember(run)
                 self._heartbeats.remove(run.lease)
                 self._changed.notify_all()
                 self._tell_load()

@@ -317,7 +317,7 @@ def test_no_beats_while_paused(kernel: Kernel, heartbeats: Heartbeats) -> None:
 
 def test_a_beat_that_hangs_delays_no_other_lease(kernel: Kernel, heartbeats: Heartbeats) -> None:
     go = threading.Event()
-    hanging = [f"hangs {i}" for i in range(3)]
+    hanging = [f"hangs-{i}" for i in range(3)]
 
     def answer(lease: Lease) -> None:
         if lease.dispatch_id in hanging:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -305,9 +307,35 @@ def test_only_so_many_are_remembered(
         assert bench.accept(f"d{i}") is TAKEN
         wait_until(lambda i=i: f"d{i}/1" in bench.ended)
         wait_until(lambda: len(bench.workers._running) == 1)
-    assert len(bench.workers._latest) <= 5
+    assert len(bench.workers._ended) == 3
     assert bench.accept("held") is REPEATED, "what is held is never forgotten"
     assert bench.accept("d9") is REPEATED
+
+
+def test_nothing_of_what_has_ended_is_kept_but_its_name() -> None:
+    """Thousands are remembered; with their leases they would take megabytes."""
+    kept: list[weakref.ref[object]] = []
+
+    class NoHeartbeats:
+        def add(self, lease: object) -> None:
+            kept.append(weakref.ref(lease))
+
+        def remove(self, lease: object) -> None:
+            pass
+
+    beats: Any = NoHeartbeats()
+    workers = Workers(lambda run: None, beats, "kept", limit=1, queue_limit=9)
+    for i in range(3):
+        assert workers.accept(Dispatch("e", f"d{i}", 1, 60.0), contextlib.nullcontext) is TAKEN
+    assert workers.join(30)
+    assert workers.accept(Dispatch("e", "d0", 1, 60.0), contextlib.nullcontext) is REPEATED
+
+    def gone() -> bool:
+        gc.collect()
+        return [ref() for ref in kept] == [None] * 3
+
+    wait_until(gone, what="a lease is kept")
+    assert workers.close(30)
 
 
 # What goes wrong
