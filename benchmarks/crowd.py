@@ -83,8 +83,10 @@ def run(executions: int, rounds: int, console: Console) -> Crowd:
                 found, wrong = _round(client, executions, master)
             done.append(found)
             faults += wrong
-    # A worker that was replaced shows by its memory being that of a new one, and by its log.
-    for first, last in zip(done[0].mib, done[-1].mib, strict=True):
+    faults += [
+        f"{len(r.mib)} workers were there, of {WORKERS}" for r in done if len(r.mib) != WORKERS
+    ]
+    for first, last in zip(done[0].mib, done[-1].mib, strict=False):
         if last > first * GROWTH:
             faults.append(f"a worker's memory grew from {first:.0f} to {last:.0f} MiB")
     threads = max(r.threads for r in done)
