@@ -30,6 +30,7 @@ from rich.table import Table
 
 from benchmarks import service
 from benchmarks.load_agents import STEPS
+from benchmarks.processes import Kernel, RawSocket
 from benchmarks.service import Held
 from benchmarks.steady_agent import AGENT
 from rebuno_sync import Client
@@ -64,7 +65,8 @@ class Bound:
 
 #: Memory: the allocators of Python and of SQLite keep pieces, by chance some more of them. Threads
 #: and files: a busy moment fills pools, which have one for each execution under way at most. The
-#: latency is that of the quickest tenth, since what else the machine does only adds to it.
+#: latency is that of the quickest tenth, since what else the machine does only adds to it; where
+#: that has slowed down two bare round trips between processes, a step may be slower in proportion.
 MEMORY, FILES, LATENCY = Bound(0.05, 4.0), Bound(0.0, OUTSTANDING), Bound(0.25, 0.5)
 
 
@@ -73,12 +75,14 @@ Typical = Callable[[Sequence[float]], float]
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """What was seen at one time: the kernel, the workers together, the time a step took."""
+    """What was seen at one time: the kernel, the workers together, the time a step took, and
+    the time of two round trips to a server that does nothing."""
 
     at: float
     kernel: Held
     workers: Held
     step_ms: float
+    bare_ms: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,14 +166,24 @@ def run(seconds: float, console: Console) -> Soak:
         begin = time.monotonic()
         thread = threading.Thread(target=load.run, args=(begin + seconds,))
         thread.start()
-        looks = _watch(load, kernel, master, begin, seconds, console)
+        bare = Kernel()
+        stack.callback(bare.close)
+        socket = RawSocket(bare)
+        stack.callback(socket.close)
+        looks = _watch(load, kernel, master, socket, begin, seconds, console)
         thread.join()
     rows, faults = compare(looks, seconds)
     return Soak(seconds, load.done, rows, [*load.faults, *faults])
 
 
 def _watch(
-    load: _Load, kernel: int, master: int, begin: float, seconds: float, console: Console
+    load: _Load,
+    kernel: int,
+    master: int,
+    socket: RawSocket,
+    begin: float,
+    seconds: float,
+    console: Console,
 ) -> list[Look]:
     looks: list[Look] = []
     every = max(seconds / LOOKS, MOST_OFTEN)
@@ -185,7 +199,8 @@ def _watch(
                 sum(h.files for h in workers),
                 sum(h.sockets for h in workers),
             )
-            looks.append(Look(now - begin, service.held(kernel), together, step_ms))
+            bare_ms = socket.seconds_per_pair(20) * 1e3
+            looks.append(Look(now - begin, service.held(kernel), together, step_ms, bare_ms))
         if looks and now - told >= seconds / 20:
             told = now
             console.print(_line(looks[-1], load.done), highlight=False)
@@ -224,10 +239,12 @@ def compare(looks: list[Look], seconds: float) -> tuple[list[Row], list[str]]:
             (f"sockets of the {who}", of("sockets"), FILES, statistics.median),
         ]
     figures.append(("a step beside its body, ms", lambda look: look.step_ms, LATENCY, _quickest))
+    bare = [_quickest([look.bare_ms for look in part]) for part in (first, last)]
+    slower = max(1.0, bare[1] / bare[0])
     rows, faults = [], []
     for name, figure, bound, typical in figures:
         before, after = (typical([figure(look) for look in part]) for part in (first, last))
-        row = Row(name, before, after, bound.of(before))
+        row = Row(name, before, after, bound.of(before * (slower if bound is LATENCY else 1.0)))
         rows.append(row)
         if row.last > row.most:
             faults.append(f"{name} grew from {row.first:.1f} to {row.last:.1f}")

@@ -90,7 +90,7 @@ def route_of(path: str) -> str:
     return "/" + "/".join(named)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=512)  # for executions; a step's id is hardly used twice
 def segment(text: str) -> str:
     """Escape one path segment; an id can never reach another route."""
     if text in ("", ".", ".."):
