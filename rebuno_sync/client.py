@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 
 from . import wire
 from .errors import APIError, NetworkError
+from .event_stream import data_lines
 from .transport import Answer, Resend, Transport, read_model, read_models
 from .wire import (
     AgentInfo,
@@ -29,6 +30,7 @@ from .wire import (
 PATIENCE = 5.0
 _PAGE = 200
 _EVENT_PAGE = 1000
+_PIECE = 1 << 16
 _FIRST_POLL, _LONGEST_POLL = 0.05, 1.0
 
 
@@ -252,6 +254,7 @@ class Client:
             NetworkError: the kernel cannot be reached, or fell silent.
         """
         import requests
+        from urllib3.exceptions import HTTPError
 
         self._require_open()
         response = self._transport.open_stream(
@@ -261,10 +264,13 @@ class Client:
         )
         with response:
             try:
-                for line in response.iter_lines(chunk_size=1):
-                    if line.startswith(b"data:"):
-                        yield read_model(Delta, _decoded(line[5:]))
-            except requests.RequestException as exc:
+                # What is there, be it little: requests itself reads so byte by byte alone.
+                pieces = iter(lambda: response.raw.read1(_PIECE, decode_content=True), b"")
+                for data in data_lines(pieces):
+                    yield read_model(Delta, _decoded(data))
+            except ValueError as exc:
+                raise NetworkError(f"the live stream makes no sense: {exc}") from None
+            except (requests.RequestException, HTTPError, OSError) as exc:
                 raise NetworkError(f"the live stream of {execution_id} broke off: {exc}") from exc
 
     # Approvals

@@ -52,7 +52,7 @@ def _said(line: str) -> str:
         return ""
     try:
         message = json.loads(line[5:])
-    except ValueError:  # such as the [DONE] that ends OpenAI's streams
+    except (ValueError, RecursionError):  # such as the [DONE] that ends OpenAI's streams
         return ""
     return "".join(_words(message)) if isinstance(message, Mapping) else ""
 

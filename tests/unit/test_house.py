@@ -47,7 +47,7 @@ FLOORS: list[set[str]] = [
     # What knows nothing of Rebuno.
     {"slow_peers"},
     {"functions", "forks", "threads", "uwsgi", "logs", "observers"},
-    {"live_text", "long_integers", "version"},
+    {"event_stream", "live_text", "long_integers", "version"},
 ]
 #: What the embedded kernel takes from the SDK; ``live_text`` is how the words of a model are read
 #: from its stream, which the kernel's page shows as the command line does.
