@@ -191,13 +191,10 @@ def test_an_answer_may_take_longer_than_its_first_byte(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("first", "piece"), [(b"HTTP/1.1 2", b"0"), (OK, b"X-Header: 1\r\n")], ids=["status", "headers"]
 )
-def test_an_agent_that_answers_slowly_has_not_answered(
-    first: bytes, piece: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatch, "WEBHOOK_TIMEOUT", 0.3)
+def test_an_agent_that_answers_slowly_has_not_answered(first: bytes, piece: bytes) -> None:
     with dripping(first, piece) as (url, left):
         claim = Claim("d", "e", "a1", 1, 60.0, 0.0, url, "s")
-        assert dispatch.post_webhook(claim) is None
+        assert dispatch.post_webhook(claim, 0.3) is None
         assert left.wait(PATIENCE)
 
 
