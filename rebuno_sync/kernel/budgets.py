@@ -75,7 +75,7 @@ def begin(
     )
 
 
-def record(tx: Transaction, step: sqlite3.Row, outcome: str) -> None:
+def record(tx: Transaction, step: sqlite3.Row, outcome: str, succeeded: bool) -> None:
     """Count what an LLM call used; ``outcome`` is the raw JSON of its result or error."""
     if step["kind"] != Kind.LLM_CALL.value:
         return
@@ -86,7 +86,7 @@ def record(tx: Transaction, step: sqlite3.Row, outcome: str) -> None:
         tx.now,
         step["step_id"],
     )
-    if tokens is None:
+    if tokens is None and succeeded:
         entry = tx.one("SELECT limited FROM token_usage WHERE step_id = ?", step["step_id"])
         if entry is not None and entry["limited"]:
             _log.warning(

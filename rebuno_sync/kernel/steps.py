@@ -116,7 +116,7 @@ def settle_step(
         tx.now,
         step_id,
     )
-    budgets.record(tx, step, outcome)
+    budgets.record(tx, step, outcome, succeeded)
     payload = events.step_payload(step_id, step["kind"], step["target"])
     if not succeeded:
         payload["error"] = orjson.Fragment(outcome)

@@ -48,20 +48,22 @@ HEAD = b"POST /v0/executions HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @pytest.mark.parametrize(
-    ("begun", "piece"),
+    ("limit", "begun", "piece"),
     [
-        (b"", b""),
-        (b"G", b"E"),
-        (HEAD, b"X-Header: 1\r\n"),
-        (HEAD + b"Content-Length: 1000000\r\n\r\n", b" "),
-        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
-        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"0"),
+        ("_HEAD_SECONDS", b"", b""),
+        ("_HEAD_SECONDS", b"G", b"E"),
+        ("_HEAD_SECONDS", HEAD, b"X-Header: 1\r\n"),
+        ("_BODY_SECONDS", HEAD + b"Content-Length: 1000000\r\n\r\n", b" "),
+        ("_BODY_SECONDS", HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+        ("_BODY_SECONDS", HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"0"),
     ],
     ids=["silence", "request line", "headers", "body", "chunks", "chunk size"],
 )
 def test_a_request_that_comes_slowly_is_given_up(
-    begun: bytes, piece: bytes, hurried: None, kernel: EmbeddedKernel
+    limit: str, begun: bytes, piece: bytes, monkeypatch: pytest.MonkeyPatch, kernel: EmbeddedKernel
 ) -> None:
+    for name in ("_HEAD_SECONDS", "_BODY_SECONDS"):
+        monkeypatch.setattr(server, name, 0.3 if name == limit else 10 * PATIENCE)
     with connect(kernel) as slow:
         slow.sendall(begun)
         if piece:

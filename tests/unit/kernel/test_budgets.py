@@ -213,6 +213,9 @@ def test_a_limited_call_that_tells_nothing_is_warned_of(
         world.settle(claim, answer["step_id"], '{"status": 200, "body": "data: {}"}')
     assert "stream_options" in caplog.text
     caplog.clear()
+    answer = call(world, claim, None, 3)
+    world.settle(claim, answer["step_id"], '{"message": "refused"}', succeeded=False)
+    assert caplog.text == "", "a call that failed was never going to tell"
     world.policy("default_action: allow")
     answer = call(world, claim, None, 2)
     world.settle(claim, answer["step_id"], '{"status": 200, "body": "data: {}"}')
