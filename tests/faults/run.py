@@ -245,7 +245,7 @@ class _Stage:
             self._kernel.limit_files(_NO_MORE)
             self._over.wait(incident.seconds)
             self._kernel.limit_files(-1)
-            return any(p.status == 500 for p in self._calls.passed[before:])
+            return any((p.status or 0) >= 500 for p in self._calls.passed[before:])
 
     def _set_clock(self, incident: Incident, rng: random.Random) -> bool:
         of_kernel = incident.kind.what in (Trouble.KERNEL_CLOCK_AHEAD, Trouble.KERNEL_CLOCK_BACK)
