@@ -247,3 +247,14 @@ def test_why_a_webhook_did_not_answer_is_told_in_its_own_words(
         assert dispatch.post_webhook(Claim("d", "e", "a1", 1, 1.0, 0.0, url, "s")) is None
     told = f"the webhook of agent a1 at 127.0.0.1:{port} did not answer: Connection refused"
     assert caplog.messages == [told] * 2
+
+
+def test_a_webhook_is_waited_for_as_long_as_is_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dispatch, "WEBHOOK_TIMEOUT", 600.0)  # the test would hang
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/webhook"
+        claim = Claim("d", "e", "a1", 1, 1.0, 0.0, url, "s")
+        assert dispatch.post_webhook(claim, timeout=0.1) is None
+    assert "timed out" in caplog.text
