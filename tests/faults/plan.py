@@ -129,10 +129,9 @@ class Plan:
 def make_plan(seed: int) -> Plan:
     """Make the plan of a run. The first kind of fault goes by turns, so that each has its turn."""
     rng = random.Random(seed)
-    classes = ["sync", "gthread", "gthread"]
-    if importlib.util.find_spec("gevent"):
-        classes.append("gevent")
-    worker_class = rng.choice(classes)
+    worker_class = rng.choice(["sync", "gthread", "gthread", "gevent"])
+    if worker_class == "gevent" and not importlib.util.find_spec("gevent"):
+        worker_class = "gthread"  # and all the rest as the seed has it
     kinds = [KINDS[seed % len(KINDS)], *rng.choices(KINDS, k=rng.randint(2, 4))]
     incidents: list[Incident] = []
     for kind in kinds:
@@ -150,7 +149,7 @@ def make_plan(seed: int) -> Plan:
         seed=seed,
         worker_class=worker_class,
         # Without a patch of its own, an app that is loaded first has threads that are none.
-        preload=worker_class != "gevent" and rng.random() < 0.3,
+        preload=rng.random() < 0.3 and worker_class != "gevent",
         hooks=rng.random() < 0.5,
         signature=rng.choice(["v1", "v1", "body"]),
         threads=(1, rng.choice([2, 3, 5])),
