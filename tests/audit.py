@@ -21,7 +21,7 @@ COMMAND = (sys.executable, "-m", "pip_audit", "--local", "--format=json", "--pro
 _OWN = frozenset({"rebuno-sync"})
 _LONGEST_SECONDS = 300.0
 #: What pip-audit's last words hold when the service did not answer.
-_UNREACHABLE = ("ConnectionError", "ConnectTimeout", "ReadTimeout", "ServiceError", "HTTPError")
+_UNREACHABLE = ("requests.exceptions.", "ConnectionError", "ServiceError", "HTTPError")
 
 
 class AuditFailed(Exception):

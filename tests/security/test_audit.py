@@ -61,6 +61,7 @@ def test_a_mirror_that_knows_nothing_is_no_clean_audit(capsys: pytest.CaptureFix
         "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='api.osv.dev', port=443)",
         "pip_audit._service.interface.ServiceError: ...",
         "requests.exceptions.ReadTimeout",
+        "requests.exceptions.SSLError: HTTPSConnectionPool(host='api.osv.dev', port=443)",
     ],
 )
 def test_a_service_that_cannot_be_reached_is_told(
