@@ -34,7 +34,6 @@ _BUCKETS = 8192
 _SLOTS = 8
 #: Of one dispatch: its digest, the newest attempt, when that was entered (Unix seconds).
 _ENTRY = struct.Struct("<16sQd")
-_HIGHEST = 2**64 - 1
 _BUCKET_BYTES = _SLOTS * _ENTRY.size
 
 
@@ -65,9 +64,9 @@ class Claims:
         A delivery without an attempt, from a generation 1 kernel, is always granted: a repeat
         looks like the next attempt there.
         """
-        if dispatch.dispatch_attempt is None or self._off:
+        attempt = dispatch.dispatch_attempt
+        if attempt is None or self._off:
             return True
-        attempt = min(dispatch.dispatch_attempt, _HIGHEST)
         name = f"{self._kernel_url}\n{dispatch.dispatch_id}".encode()
         digest = hashlib.sha256(name).digest()
         bucket = int.from_bytes(digest[16:20], "little") % _BUCKETS

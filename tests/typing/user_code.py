@@ -121,7 +121,7 @@ def handler(topic: str, depth: int = 2) -> Result:
     return Result(topic, state={"depth": depth})
 
 
-reveal_type(handler)  # reveals: def (topic: str, depth: int =) -> rebuno_sync.agent.Result
+reveal_type(handler)  # reveals: def (topic: str, depth: int =) -> rebuno_sync.attempt.Result
 reveal_type(agent.bind(lambda payload: payload))  # reveals: None
 reveal_type(agent.join(5))  # reveals: bool
 reveal_type(agent.close())  # reveals: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import threading
@@ -24,6 +25,12 @@ TAKEN, REPEATED, CLOSING = Acceptance.TAKEN, Acceptance.REPEATED, Acceptance.CLO
 FULL, CLAIMED = Acceptance.FULL, Acceptance.CLAIMED
 
 
+def _open() -> threading.Event:
+    gate = threading.Event()
+    gate.set()
+    return gate
+
+
 class Elsewhere(Claims):
     """Claims of which a test says what other processes have."""
 
@@ -44,7 +51,7 @@ class Bench:
         self.runs: dict[str, Run] = {}
         self.refuse_beats: set[str] = set()
         self.elsewhere: set[str] = set()
-        self._gates: dict[str, threading.Event] = {}
+        self._gates = collections.defaultdict[str, threading.Event](threading.Event)
         self._lock = threading.Lock()
         self.heartbeats = Heartbeats(self._beat, "bench-heartbeat")
         self.workers = Workers(
@@ -65,7 +72,14 @@ class Bench:
 
     def gate(self, label: str) -> threading.Event:
         with self._lock:
-            return self._gates.setdefault(label, threading.Event())
+            return self._gates[label]
+
+    def let_all_go(self) -> None:
+        """Open every gate, also those of what has not begun."""
+        with self._lock:
+            self._gates.default_factory = _open
+            for gate in self._gates.values():
+                gate.set()
 
     def let_go(self, *labels: str) -> None:
         for label in labels:
@@ -103,8 +117,7 @@ def make() -> Iterator[Callable[..., Bench]]:
 
     yield make
     for bench in made:
-        for label in list(bench.begun):
-            bench.let_go(label)
+        bench.let_all_go()
         assert bench.workers.close(60)
         wait_until(lambda bench=bench: not bench.threads())
 
