@@ -34,8 +34,18 @@ H = TypeVar("H", bound=Callable[..., Any])
 
 #: Webhook bodies have four short fields; more bytes than this are refused with 413.
 MAX_WEBHOOK_BYTES = 64 * 1024
-#: Wrong signatures are logged no more often than this, in seconds.
+#: Webhooks refused for their signature are logged no more often than this, in seconds.
 _QUIET_SECONDS = 10.0
+#: What the log says of those. The kernel signs whatever it sends: what is not signed came from
+#: somebody else, such as a probe, and tells nothing of secrets.
+_REFUSALS = {
+    "unsigned": (logging.INFO, "it has no signature, so no kernel sent it"),
+    "signature": (
+        logging.WARNING,
+        "its signature is wrong. If the kernel sent it, the agent is registered there with another "
+        "secret than this process has",
+    ),
+}
 _NO_HEADERS: Mapping[str, str] = {}
 #: What is answered, and what observers are told: the outcome and a reason.
 _ANSWERS = {
@@ -122,7 +132,8 @@ class AgentCore:
         self._connected = False
         self._binder: InputBinder | None = None
         self._part: Part | None = None
-        self._refused_at = -_QUIET_SECONDS
+        # Each for itself: anybody can send unsigned ones, and must not silence the warning.
+        self._noted_at = dict.fromkeys(_REFUSALS, -_QUIET_SECONDS)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.agent_id!r}>"
@@ -172,8 +183,11 @@ class AgentCore:
         if len(body) > MAX_WEBHOOK_BYTES:
             text = f"a dispatch has at most {MAX_WEBHOOK_BYTES} bytes"
             return self._refused("too_large", 413, text)
-        if signature is None or not self._secrets.verify(body, signature):
-            self._note_refused(signature is None)
+        if not signature:
+            self._note_refused("unsigned")
+            return self._refused("unsigned", 401)
+        if not self._secrets.verify(body, signature):
+            self._note_refused("signature")
             return self._refused("signature", 401)
         try:
             dispatch = Dispatch.from_json(wire.decode(body))
@@ -197,18 +211,14 @@ class AgentCore:
         observers.tell("delivered", self.agent_id, "refused", reason)
         return status, text
 
-    def _note_refused(self, unsigned: bool) -> None:
+    def _note_refused(self, reason: str) -> None:
         """Say in the log that a webhook was refused, but not as often as somebody might send it."""
         now = time.monotonic()
-        if now - self._refused_at < _QUIET_SECONDS:
+        if now - self._noted_at[reason] < _QUIET_SECONDS:
             return
-        self._refused_at = now
-        log.warning(
-            "a webhook for agent %s was refused: %s. If the kernel sent it, the agent is "
-            "registered there with another secret than this process has",
-            self.agent_id,
-            "it has no signature" if unsigned else "its signature is wrong",
-        )
+        self._noted_at[reason] = now
+        level, why = _REFUSALS[reason]
+        log.log(level, "a webhook for agent %s was refused: %s", self.agent_id, why)
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until no dispatch is queued or running in this process.

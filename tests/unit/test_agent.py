@@ -556,6 +556,19 @@ def test_a_refused_webhook_is_told_in_the_log_but_not_each_time(
     assert kernel.secret not in told
 
 
+def test_an_unsigned_webhook_is_no_warning_and_hides_none(
+    kernel: ScriptedKernel, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="rebuno_sync.agent")
+    with agent_of(kernel, lambda: None) as agent:
+        for signature in (None, "", "sha256=wrong", None):
+            assert agent.deliver(b"{}", signature) == (401, "")
+    told = [(r.levelname, r.getMessage()) for r in caplog.records if "was refused" in r.msg]
+    assert [level for level, _ in told] == ["INFO", "WARNING"]
+    assert "no signature" in told[0][1]
+    assert "its signature is wrong" in told[1][1]
+
+
 DECISIONS = [
     {"decision": "blocked", "step_id": "s", "approval_id": "a"},
     {"decision": "execution_blocked"},

@@ -389,6 +389,8 @@ def test_deliveries(told: Told) -> None:
             assert deliver(agent, dispatch_id="x", dispatch_attempt=1) == 202
             assert deliver(agent, dispatch_id="y", dispatch_attempt=1) == 503
             assert agent.deliver(b"{}", "sha256=no")[0] == 401
+            assert agent.deliver(b"{}", None)[0] == 401
+            assert agent.deliver(b"{}", "")[0] == 401
             assert agent.deliver(b" " * (MAX_WEBHOOK_BYTES + 1), None)[0] == 413
             assert deliver(agent) == 400
             assert deliver(unbound, dispatch_id="z") == 503
@@ -403,6 +405,8 @@ def test_deliveries(told: Told) -> None:
         ("a1", "repeated", ""),
         ("a1", "refused", "queue_full"),
         ("a1", "refused", "signature"),
+        ("a1", "refused", "unsigned"),
+        ("a1", "refused", "unsigned"),
         ("a1", "refused", "too_large"),
         ("a1", "refused", "malformed"),
         ("a2", "refused", "no_handler"),

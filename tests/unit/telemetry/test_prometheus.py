@@ -65,10 +65,12 @@ def test_what_a_run_leaves(registry: CollectorRegistry) -> None:
             client.wait(created.id, 30)
             assert agent.join(30)
         assert agent.deliver(b"{}", None)[0] == 401
+        assert agent.deliver(b"{}", "sha256=no")[0] == 401
     assert (value("handlers_running"), value("handlers_limit")) == (0, 3)
     assert (value("queue_length"), value("queue_limit")) == (0, 7)
     assert value("deliveries_total", outcome="taken", reason="") == 2
-    assert value("deliveries_total", outcome="refused", reason="signature") == 1
+    for reason in ("unsigned", "signature"):
+        assert value("deliveries_total", outcome="refused", reason=reason) == 1
     assert value("queue_seconds_count") == 2
     assert value("dispatch_seconds_count", outcome="abandoned") == 1
     assert value("dispatch_seconds_count", outcome="completed") == 1
