@@ -189,6 +189,37 @@ def test_an_app_that_hangs_is_given_up(
     assert read(["shop:app"], None).reason == "importing it did not end within 3 s"
 
 
+@pytest.mark.parametrize(
+    ("worker_class", "missing", "words"),
+    [
+        (
+            "gevent",
+            "packaging",
+            "class uri 'gevent' invalid or not found: ModuleNotFoundError: no packaging here",
+        ),
+        ("gevnt", "", "class uri 'gevnt' invalid or not found: "),
+        ("shop.Worker", "", "'shop.Worker' is no class"),
+        ("gevent", "", ""),
+        ("gunicorn.workers.gthread.ThreadWorker", "", ""),
+    ],
+)
+def test_a_worker_class_is_loaded_as_gunicorn_would(
+    write: Callable[..., Path], worker_class: str, missing: str, words: str
+) -> None:
+    where = write(APP + "app = agent.app\n")
+    if missing:
+        (where / f"{missing}.py").write_text("raise ModuleNotFoundError('no packaging here')\n")
+    report = read(["-k", worker_class, "shop:app"], None)
+    assert (report.failure, report.started, report.opened) == ("", [], [])
+    assert report.worker_failure.startswith(words)
+    assert bool(report.worker_failure) is bool(words)
+    code, found = doctor("--offline", "--", "-k", worker_class, "shop:app")
+    assert code == (1 if words else 0)
+    finding = found["worker-class"]
+    assert (finding["severity"] == "error") is bool(words)
+    assert words in finding["what"]
+
+
 # The whole
 
 

@@ -59,6 +59,7 @@ class Report:
         reason: why.
         settings: those of gunicorn that matter; empty when there are none to read.
         worker_class: its name, or the path of the class.
+        worker_failure: why gunicorn cannot load that class; ``""`` when it can.
         app: what is served, as ``module:name``; ``""`` for nothing.
         started: the threads that importing the app left running.
         opened: the sockets that it left open.
@@ -71,6 +72,7 @@ class Report:
     reason: str = ""
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     worker_class: str = ""
+    worker_failure: str = ""
     app: str = ""
     started: list[str] = dataclasses.field(default_factory=list)
     opened: list[str] = dataclasses.field(default_factory=list)
@@ -111,18 +113,22 @@ def probe(arguments: list[str]) -> Report:
     for path in (cfg.pythonpath or "").split(","):
         if path:
             sys.path.insert(0, os.path.abspath(path))
+    threads_before, sockets_before = set(threading.enumerate()), set(_sockets())
     settings = {name: getattr(cfg, name) for name in _SETTINGS}
-    found = Report(settings=settings, worker_class=_worker_class(cfg), app=reader.app_uri or "")
+    found = Report(
+        settings=settings,
+        worker_class=_worker_class(cfg),
+        worker_failure=_worker_failure(cfg),
+        app=reader.app_uri or "",
+    )
     if not found.app:
         return found
-    threads_before, sockets_before = set(threading.enumerate()), set(_sockets())
     patched = _is_patched()
     try:
         reader.load()
     except (Exception, SystemExit) as exc:
         traceback.print_exc()
-        reason = f"{type(exc).__name__}: {exc}".strip(": ")
-        return dataclasses.replace(found, failure="app", reason=reason)
+        return dataclasses.replace(found, failure="app", reason=_told(exc))
     return dataclasses.replace(
         found,
         started=[t.name for t in threading.enumerate() if t not in threads_before],
@@ -139,6 +145,24 @@ def _worker_class(cfg: Any) -> str:
     if isinstance(given, type):
         return f"{given.__module__}.{given.__qualname__}"
     return str(cfg.worker_class_str)
+
+
+def _worker_failure(cfg: Any) -> str:
+    """Load the worker class as gunicorn does before anything else; return why it cannot."""
+    try:
+        loaded = cfg.worker_class
+    except RuntimeError as exc:
+        # gunicorn's words: what it looked for, then a whole traceback in brackets.
+        lines = [line for line in str(exc).rstrip("]\n ").splitlines() if line.strip()]
+        return " ".join(dict.fromkeys((lines[0].strip(), lines[-1].strip()))) if lines else "?"
+    except (Exception, SystemExit) as exc:
+        return _told(exc)
+    # What its module does not have, gunicorn takes for a class until it makes a worker of it.
+    return "" if isinstance(loaded, type) else f"{loaded!r} is no class"
+
+
+def _told(exc: BaseException) -> str:
+    return f"{type(exc).__name__}: {exc}".strip(": ")
 
 
 def _is_patched() -> bool:

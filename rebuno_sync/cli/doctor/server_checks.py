@@ -18,6 +18,8 @@ from rebuno_sync.lease import DEFAULT_TIMEOUT
 
 _THREADED = ("gthread", "gunicorn.workers.gthread.ThreadWorker")
 _SYNC = ("sync", "gunicorn.workers.sync.SyncWorker")
+#: Worker classes whose dependencies are an extra of gunicorn.
+_EXTRAS = ("gevent", "tornado")
 _WILDCARDS = ("", "0.0.0.0", "::")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -70,11 +72,7 @@ def _workers(report: Report) -> Iterator[Finding]:
     name, settings = report.worker_class, report.settings
     workers, threads = settings["workers"], settings["threads"]
     kind = name.rpartition(".")[2].lower()
-    if name in _THREADED or name in _SYNC:
-        yield _real_threads(name in _SYNC, workers, threads)
-    elif "gevent" in kind:
-        yield from _gevent(report)
-    elif "eventlet" in kind:
+    if "eventlet" in kind:
         yield Finding(
             "error",
             "worker-class",
@@ -82,6 +80,12 @@ def _workers(report: Report) -> Iterator[Finding]:
             "Eventlet is no longer maintained, and its threads stop heartbeats while a step works.",
             "Set worker_class = 'gthread'.",
         )
+    elif report.worker_failure:
+        yield _worker_failure(report, kind)
+    elif name in _THREADED or name in _SYNC:
+        yield _real_threads(name in _SYNC, workers, threads)
+    elif "gevent" in kind:
+        yield from _gevent(report)
     elif "uvicorn" in name.lower() or "asgi" in kind:
         yield Finding(
             "error",
@@ -106,6 +110,22 @@ def _workers(report: Report) -> Iterator[Finding]:
             "Agents need threads that run while a step works: handlers and heartbeats have some.",
             "Set worker_class = 'gthread' unless you know that this one leaves threads alone.",
         )
+
+
+def _worker_failure(report: Report, kind: str) -> Finding:
+    extra = next((extra for extra in _EXTRAS if extra in kind), None)
+    mend = (
+        f"pip install 'gunicorn[{extra}]', in the environment that gunicorn runs in"
+        if extra
+        else "Mend its name, or install what it needs where gunicorn runs"
+    )
+    return Finding(
+        "error",
+        "worker-class",
+        f"gunicorn cannot load the worker class {report.worker_class}: {report.worker_failure}",
+        "It would not start.",
+        f"{mend}; or set worker_class = 'gthread'.",
+    )
 
 
 def _real_threads(sync: bool, workers: int, threads: int) -> Finding:

@@ -79,6 +79,27 @@ def test_worker_classes(worker_class: str, severity: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("worker_class", "mend"),
+    [
+        ("gevent", "pip install 'gunicorn[gevent]'"),
+        ("gunicorn.workers.ggevent.GeventWorker", "pip install 'gunicorn[gevent]'"),
+        ("tornado", "pip install 'gunicorn[tornado]'"),
+        ("shop.Worker", "Mend its name"),
+        ("eventlet", "Set worker_class = 'gthread'."),
+    ],
+)
+def test_a_worker_class_that_cannot_be_loaded(worker_class: str, mend: str) -> None:
+    (finding,) = [
+        f
+        for f in check(report(worker_class, worker_failure="No module named 'x'"))
+        if f.check == "worker-class"
+    ]
+    assert finding.severity == "error"
+    assert finding.mend.startswith(mend)
+    assert ("No module named 'x'" in finding.what) is (worker_class != "eventlet")
+
+
+@pytest.mark.parametrize(
     ("worker_class", "workers", "threads", "severity"),
     [
         ("sync", 1, 1, "warning"),
