@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
+from rebuno_sync.agent_secrets import FILE_VARIABLE, SECRET_VARIABLE, Given, Secrets
 from rebuno_sync.cli.session import (
     Misuse,
     Session,
@@ -19,8 +21,6 @@ from rebuno_sync.cli.session import (
 )
 from rebuno_sync.cli.times import age_text
 from rebuno_sync.cli.values import id_argument, read_text
-
-_SECRET_VARIABLE = "REBUNO_AGENT_SECRET"  # a name  # nosec B105
 
 
 @click.group()
@@ -59,15 +59,14 @@ def list_agents(session: Session, ids: bool) -> None:
 @click.argument("webhook_url", metavar="WEBHOOK_URL")
 @click.option(
     "--secret-env",
-    default=_SECRET_VARIABLE,
-    show_default=True,
     metavar="NAME",
-    help="The environment variable that holds the secret.",
+    help="The environment variable that holds the secret; by default it comes from where the "
+    f"agent has it, {SECRET_VARIABLE} or the file that {FILE_VARIABLE} names.",
 )
 @click.option(
     "--secret-file",
     metavar="FILE",
-    help="The file that holds it, in its first line; - for the input.",
+    help="The file that holds it, in its first line that is not empty; - for the input.",
 )
 @click.option("--secret", metavar="TEXT", help="The secret itself; others here can read it.")
 @click.option(
@@ -82,7 +81,7 @@ def add(
     session: Session,
     agent_id: str,
     webhook_url: str,
-    secret_env: str,
+    secret_env: str | None,
     secret_file: str | None,
     secret: str | None,
     lease_timeout: float | None,
@@ -103,19 +102,35 @@ def add(
         session.output.line("registered ", agent.id, "  ", agent.webhook_url or webhook_url)
 
 
-def _secret(given: str | None, file: str | None, variable: str) -> str:
+def _secret(given: str | None, file: str | None, variable: str | None) -> str:
     if given is not None and file is not None:
         raise Misuse("give the secret with --secret or --secret-file, not both")
     if given is None and file is not None:
-        # An agent's own file may have several, the newest first; the kernel takes one.
-        given = next((line.strip() for line in read_text(file).splitlines() if line.strip()), "")
-    if given is None:
+        given = _first_line() if file == "-" else _first(Path(file))
+    elif given is None and variable is not None:
         given = os.environ.get(variable)
+    elif given is None and (os.environ.get(SECRET_VARIABLE) or os.environ.get(FILE_VARIABLE)):
+        given = _first(None)
     if given is None and sys.stdin.isatty():
         given = click.prompt("Secret", hide_input=True, err=True)
     if not given:
-        raise Misuse(f"the secret is missing or empty: set {variable}, or pass --secret-file")
+        where = variable or f"{SECRET_VARIABLE} or {FILE_VARIABLE}"
+        raise Misuse(f"the secret is missing or empty: set {where}, or pass --secret-file")
     return given
+
+
+def _first(given: Given) -> str:
+    """Return the first of an agent's secrets, which signs: the kernel takes only one."""
+    try:
+        return Secrets(given).all()[0]
+    except ValueError as exc:
+        raise Misuse(str(exc)) from None
+    except OSError as exc:
+        raise Misuse(f"cannot read {exc.filename}: {exc.strerror}") from None
+
+
+def _first_line() -> str:
+    return next((line.strip() for line in read_text("-").splitlines() if line.strip()), "")
 
 
 @agents.command()

@@ -106,7 +106,8 @@ def holding() -> Iterator[threading.Event]:
 
 def run(url: str, *arguments: str, input: str | None = None, **env: str) -> Result:
     """Run a command in this process, as the shell would see it."""
-    settings: dict[str, str | None] = {"REBUNO_API_KEY": None, "REBUNO_AGENT_SECRET": None, **env}
+    unset = ("REBUNO_API_KEY", "REBUNO_AGENT_SECRET", "REBUNO_AGENT_SECRET_FILE")
+    settings: dict[str, str | None] = {**dict.fromkeys(unset), **env}
     settings["REBUNO_URL"] = url or None
     result = CliRunner().invoke(root, arguments, input=input, env=settings, prog_name="rebuno-sync")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -481,12 +482,20 @@ def test_agents_are_added_listed_and_removed(served: Running, tmp_path: Path) ->
     assert removed.stdout.splitlines() == [f"removed new{n}" for n in range(4)]
 
 
+@pytest.mark.parametrize("named_by", ["--secret-file", "-", "REBUNO_AGENT_SECRET_FILE"])
 def test_of_an_agents_own_file_of_secrets_the_kernel_gets_the_first(
-    served: Running, tmp_path: Path
+    served: Running, tmp_path: Path, named_by: str
 ) -> None:
-    (tmp_path / "secrets").write_text("\n the-new-one \nthe-old-one\n")
-    arguments = ("--secret-file", str(tmp_path / "secrets"))
-    assert run(served.kernel.url, "agents", "add", "x", "http://x", *arguments).exit_code == 0
+    held = "\n the-new-one \nthe-old-one\n"
+    (file := tmp_path / "secrets").write_text(held)
+    command = ["agents", "add", "x", "http://x"]
+    if named_by == "-":
+        added = run(served.kernel.url, *command, "--secret-file", "-", input=held)
+    elif named_by == "--secret-file":
+        added = run(served.kernel.url, *command, "--secret-file", str(file))
+    else:
+        added = run(served.kernel.url, *command, REBUNO_AGENT_SECRET_FILE=str(file))
+    assert added.exit_code == 0, added.stderr
     url = f"{served.kernel.url}/v0/executions/{served.client.create('x').id}"
     answered = [
         requests.get(
@@ -504,6 +513,31 @@ def test_an_agent_needs_a_secret(served: Running, arguments: list[str]) -> None:
     result = run(served.kernel.url, "agents", "add", "x", "http://x", *arguments, input="")
     assert result.exit_code == 2
     assert "the secret is missing or empty" in result.stderr
+
+
+def test_the_secret_of_an_agent_is_refused_where_the_agent_would_refuse_it(
+    served: Running, tmp_path: Path
+) -> None:
+    def added(*arguments: str, **env: str) -> Result:
+        return run(served.kernel.url, "agents", "add", "x", "http://x", *arguments, **env)
+
+    (file := tmp_path / "secrets").write_text("s\n")
+    both = {"REBUNO_AGENT_SECRET": "s", "REBUNO_AGENT_SECRET_FILE": str(file)}
+    assert added(**both).exit_code == 2
+    assert "are both set in the environment" in added(**both).stderr
+    assert added("--secret-env", "REBUNO_AGENT_SECRET", **both).exit_code == 0
+    assert added("--secret-file", str(file), **both).exit_code == 0
+    for text, words in ((None, "No such file"), ("\n", "has no secret in it")):
+        if text is None:
+            file.unlink()
+        else:
+            file.write_text(text)
+        for result in (
+            added("--secret-file", str(file)),
+            added(REBUNO_AGENT_SECRET_FILE=str(file)),
+        ):
+            assert result.exit_code == 2
+            assert words in result.stderr
 
 
 def test_a_policy_is_tried_on_an_execution_and_set(tmp_path: Path) -> None:
