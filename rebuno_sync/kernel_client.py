@@ -11,7 +11,7 @@ from typing import Any, Literal
 from . import signing, wire
 from .agent_secrets import Secrets
 from .errors import NotFoundError, safe_text
-from .lease import Lease
+from .lease import Lease, now
 from .transport import Answer, Resend, Transport, is_transient
 from .wire import execution_path
 
@@ -216,14 +216,20 @@ class KernelClient:
         """
         wire.check_size(len(body), what or f"the body of {method} {path}")
 
+        sent_at = now()
+
         def send(secret: str, v1: bool) -> Answer:
+            def headers(target: str) -> Mapping[str, str]:
+                nonlocal sent_at
+                sent_at = now()
+                held = lease if mutates else None
+                return self._headers(method, target, body, held, secret, v1)
+
             return self._transport.request(
                 method,
                 path,
                 body,
-                lambda target: self._headers(
-                    method, target, body, lease if mutates else None, secret, v1
-                ),
+                headers,
                 resend=resend,
                 patience=patience,
                 stop=lease.cancelled if lease is not None else None,
@@ -244,7 +250,7 @@ class KernelClient:
                 break
         answer.raise_for_status()
         if mutates and lease is not None:
-            lease.renewed()
+            lease.renewed(sent_at)
         return answer
 
     def _credentials(self) -> Iterator[tuple[str, bool]]:

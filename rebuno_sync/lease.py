@@ -23,6 +23,12 @@ LONGEST_INTERVAL = 30.0
 MOST_THREADS = 8
 
 
+def now() -> float:
+    """Return the seconds of a clock that goes on while the machine sleeps, where there is one."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
+
+
 class Lease:
     """The right of one attempt to act for an execution.
 
@@ -55,7 +61,7 @@ class Lease:
         self.paused = False
         self.reporting = False
         self._signal: ControlFlow | None = None
-        self._renewed_at = time.monotonic()
+        self._renewed_at = now()
 
     def lose(self, signal: ControlFlow, why: str = "superseded") -> None:
         """Give the lease up; the first signal given is the one that stays.
@@ -63,7 +69,8 @@ class Lease:
         Args:
             signal: what ends the dispatch here.
             why: for whoever watches: ``superseded`` by a newer attempt that came here,
-                ``refused`` by the kernel, ``unreachable`` kernel, or ``shutdown``.
+                ``refused`` by the kernel, ``unreachable`` kernel, ``lapsed`` while the process
+                stood still, or ``shutdown``.
         """
         if self._signal is None:
             self._signal = signal
@@ -76,13 +83,17 @@ class Lease:
         """Why the lease was lost, or ``None`` while it is not."""
         return self._signal
 
-    def renewed(self) -> None:
-        """Note that the kernel has just accepted the lease."""
-        self._renewed_at = time.monotonic()
+    def renewed(self, at: float) -> None:
+        """Note that the kernel has accepted the lease.
+
+        Args:
+            at: when it was asked to, by :func:`now`; its answer may have come much later.
+        """
+        self._renewed_at = max(self._renewed_at, at)
 
     def remaining(self) -> float:
         """Return the seconds until the kernel may give the execution to another attempt."""
-        return self._renewed_at + self.timeout - time.monotonic()
+        return self._renewed_at + self.timeout - now()
 
     @property
     def ids(self) -> dict[str, object]:

@@ -164,5 +164,49 @@ def test_a_place_that_is_not_ours_is_not_used(
         assert one.take(dispatch(1))
         assert one.take(dispatch(1)), "the agent works all the same"
     assert len(caplog.records) == 1, "said once"
-    assert "REBUNO_CLAIMS_DIR can name a directory" in caplog.text
+    assert "REBUNO_CLAIMS_DIR names the directory" in caplog.text
     assert not (tmp_path / "victim").exists()
+
+
+def test_a_failure_that_passes_turns_nothing_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a full disk, or a process without a file to open, for a moment."""
+    monkeypatch.delenv("REBUNO_CLAIMS_DIR")
+    one, other = claims(tmp_path), claims(tmp_path)
+    (tmp_path / "claims").touch()
+    with caplog.at_level(logging.WARNING, "rebuno_sync.claims"):
+        assert one.take(dispatch(1))
+        assert other.take(dispatch(1))
+        assert "REBUNO_CLAIMS_DIR can name another directory" in caplog.text
+        (tmp_path / "claims").unlink()
+        assert one.take(dispatch(2))
+        assert not other.take(dispatch(2))
+    assert [r.getMessage() for r in caplog.records][2:] == [
+        "deliveries are claimed among the processes of this machine again"
+    ] * 2
+
+
+def test_a_failure_that_lasts_is_told_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "claims").touch()
+    now = [100.0]
+    monkeypatch.setattr(claims_module.time, "monotonic", lambda: now[0])
+    one = claims(tmp_path)
+    with caplog.at_level(logging.WARNING, "rebuno_sync.claims"):
+        for _ in range(3):
+            one.take(dispatch(1))
+            one.take(dispatch(1))
+            now[0] += claims_module._QUIET_SECONDS
+    assert len(caplog.records) == 3
+
+
+def test_a_directory_that_is_named_may_be_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setenv("REBUNO_CLAIMS_DIR", str(tmp_path / "link"))
+    assert Claims("a1", URL).take(dispatch(1))
+    assert not Claims("a1", URL).take(dispatch(1))

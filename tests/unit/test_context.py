@@ -794,6 +794,32 @@ def test_without_a_reconcile_the_unknown_outcome_is_an_error(kernel: MemoryKerne
     assert (caught.value.reason, caught.value.message) == ("indeterminate", "outcome unknown")
 
 
+@pytest.mark.parametrize("how", ["lapsed", "lost"])
+def test_an_at_most_once_body_does_not_begin_without_the_lease(
+    kernel: MemoryKernel, how: str
+) -> None:
+    """By then another attempt may have been told that it never happened."""
+    ran: list[str] = []
+    with in_execution(kernel) as context:
+
+        def stand_still() -> None:
+            context._lease._renewed_at -= 1000.0
+            if how == "lost":
+                context._lease.lose(LeaseSuperseded("a heartbeat was refused"))
+
+        kernel.answers["submit"] = [stand_still] * 2
+        if how == "lapsed":
+            context.perform(effect(lambda: ran.append("repeatable")))
+            assert ran == ["repeatable"], "that is harmless, and may still be recorded"
+            ran.clear()
+        with pytest.raises(LeaseSuperseded, match=r"ran out before the body|was refused"):
+            context.perform(at_most_once(lambda: ran.append("paid")))
+        assert ran == []
+        with pytest.raises(LeaseSuperseded):
+            context.perform(effect(lambda: ran.append("more")))
+    assert ran == []
+
+
 def test_a_timeout_of_an_at_most_once_effect_is_reconciled(kernel: MemoryKernel) -> None:
     def body() -> None:
         wait_until(lambda: "fail_step" in kernel.names())

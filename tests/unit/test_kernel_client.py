@@ -361,6 +361,26 @@ def test_calls_renew_the_lease(kernel3: ScriptedKernel) -> None:
         assert (lease._renewed_at != -1.0) is renews
 
 
+def test_the_lease_counts_from_when_it_was_asked_for(
+    kernel3: ScriptedKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process may stand still before the answer is read; each try is asked for anew."""
+    clock = [100.0]
+    monkeypatch.setattr(kernel_client_module, "now", lambda: clock[0])
+    answers = [Answer(503), None]
+
+    def tick(request: Recorded) -> Answer | None:
+        clock[0] += 50.0
+        return answers.pop(0)
+
+    run, lease = begin(kernel3)
+    lease._renewed_at = 0.0
+    kernel3.intercept(tick)
+    client_of(kernel3, "v1").complete(run.id, lease, b"1", None)
+    assert clock == [200.0]
+    assert lease._renewed_at == 150.0
+
+
 def test_a_refused_call_renews_nothing(kernel3: ScriptedKernel) -> None:
     run, lease = begin(kernel3)
     kernel3.take(run)

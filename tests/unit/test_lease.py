@@ -49,7 +49,7 @@ class Kernel:
             self.beats.append(lease.dispatch_id)
             self.patience.append(timeout)
         self.answer(lease)
-        lease.renewed()
+        lease.renewed(lease_module.now())
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from rebuno_sync import workers as workers_module
 from rebuno_sync.claims import Claims
 from rebuno_sync.errors import ConflictError, LeaseSuperseded
-from rebuno_sync.lease import Heartbeats, Lease
+from rebuno_sync.lease import Heartbeats, Lease, now
 from rebuno_sync.wire import Dispatch
 from rebuno_sync.workers import Acceptance, Run, Workers
 from tests.scripted import wait_until
@@ -100,7 +100,7 @@ class Bench:
         self.beats.append(lease.dispatch_id)
         if lease.dispatch_id in self.refuse_beats:
             raise ConflictError("m", "lease_superseded", 409)
-        lease.renewed()
+        lease.renewed(now())
 
     def threads(self) -> list[threading.Thread]:
         names = [t for t in threading.enumerate() if t.name.startswith("bench-")]
