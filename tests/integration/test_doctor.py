@@ -115,6 +115,19 @@ def test_the_app_is_read_as_gunicorn_would(write: Callable[..., Path]) -> None:
     assert (report.started, report.opened, report.patched) == ([], [], False)
 
 
+def test_the_place_where_deliveries_are_claimed_is_looked_at(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write()
+    monkeypatch.setenv("REBUNO_CLAIMS_DIR", str(tmp_path / "run" / "claims"))
+    assert read(["shop:create_app()"], "http://kernel.example:8080").claims == ""
+    assert not (tmp_path / "run").exists(), "it may be another user who looks"
+    (tmp_path / "run").touch()
+    monkeypatch.setenv("REBUNO_CLAIMS_DIR", str(tmp_path / "run"))
+    told = read(["shop:create_app()"], "http://kernel.example:8080").claims
+    assert told == f"{tmp_path / 'run'} is no directory"
+
+
 def test_gunicorn_arguments_in_the_environment_count(
     write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ class Report:
         patched: whether gevent had patched the standard library before that.
         agents: the agents that it made.
         effects: the tools with a time-out.
+        claims: why deliveries would not be claimed among the workers; ``""`` when they would.
     """
 
     failure: str = ""
@@ -79,6 +80,7 @@ class Report:
     patched: bool = False
     agents: list[Agent] = dataclasses.field(default_factory=list)
     effects: list[Effect] = dataclasses.field(default_factory=list)
+    claims: str = ""
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -136,7 +138,24 @@ def probe(arguments: list[str]) -> Report:
         patched=patched,
         agents=_agents(),
         effects=_effects(),
+        claims=_claims_problem(),
     )
+
+
+def _claims_problem() -> str:
+    """Look where deliveries are claimed; what is not there yet is left for the workers to make."""
+    from rebuno_sync.claims import claims_directory, require_private
+
+    directory = claims_directory()
+    try:
+        if directory.exists():
+            require_private(directory)
+        nearest = next(path for path in (directory, *directory.parents) if path.exists())
+    except OSError as exc:
+        return str(exc)
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return f"this user may not write to {nearest}"
+    return ""
 
 
 def _worker_class(cfg: Any) -> str:

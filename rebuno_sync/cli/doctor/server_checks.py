@@ -51,6 +51,7 @@ def check(report: Report, lease_timeout: float | None = None) -> Iterator[Findin
     if not report.app:
         return
     yield from _agents(report)
+    yield from _claims(report)
     yield from _preload(report)
     yield from _shutdown(report)
     yield from _steps(report)
@@ -165,6 +166,19 @@ def _gevent(report: Report) -> Iterator[Finding]:
         "and every lease it holds runs out: other attempts begin while this one still works.",
         "Set worker_class = 'gthread'; or be sure that no step computes for a third of its lease.",
     )
+
+
+def _claims(report: Report) -> Iterator[Finding]:
+    if report.claims:
+        yield Finding(
+            "warning",
+            "claims",
+            f"deliveries would not be claimed among the workers: {report.claims}",
+            "One that something on the way sends twice may run in two workers, and each effect "
+            "twice.",
+            "Have REBUNO_CLAIMS_DIR name a directory that the user of the workers alone writes "
+            "to, and run the doctor as that user.",
+        )
 
 
 def _agents(report: Report) -> Iterator[Finding]:

@@ -42,6 +42,13 @@ def test_a_sound_setup_has_nothing_to_mend() -> None:
     assert {"worker-class", "agents", "shutdown"} <= found(report()).keys()
 
 
+def test_workers_that_cannot_agree_on_who_runs_a_delivery() -> None:
+    finding = found(report(claims="/run/claims is no directory"))["claims"]
+    assert finding.severity == "warning"
+    assert "/run/claims is no directory" in finding.what
+    assert "claims" not in found(report())
+
+
 def test_everything_but_fine_says_why_and_how_to_mend() -> None:
     spoiled = report(
         "eventlet",
