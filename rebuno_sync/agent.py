@@ -81,8 +81,8 @@ class AgentCore:
             it again (PROTOCOL 7).
 
     Raises:
-        ValueError: an argument makes no sense, or is neither given nor in the environment.
-        OSError: a file of secrets cannot be read.
+        ValueError: an argument makes no sense, or is neither given nor in the environment, or a
+            file of secrets cannot be read.
     """
 
     def __init__(
@@ -104,6 +104,8 @@ class AgentCore:
             raise ValueError(f"agent_id is non-empty text, not {agent_id!r}")
         if not (agent_id.isascii() and agent_id.isprintable()):
             raise ValueError(f"agent_id is sent as an HTTP header, which takes ASCII: {agent_id!r}")
+        if "/" in agent_id or agent_id in (".", ".."):
+            raise ValueError(f"agent_id is part of paths, so no kernel takes {agent_id!r}")
         if not webhook_path.startswith("/"):
             raise ValueError(f"webhook_path begins with '/': {webhook_path!r}")
         if type(max_concurrency) is not int or max_concurrency < 1:

@@ -28,8 +28,7 @@ class Secrets:
             ``REBUNO_AGENT_SECRET`` holds or ``REBUNO_AGENT_SECRET_FILE`` names.
 
     Raises:
-        ValueError: there is no secret, or not one that can sign.
-        OSError: the file cannot be read.
+        ValueError: there is no secret, or not one that can sign, or the file cannot be read.
     """
 
     def __init__(self, given: Given) -> None:
@@ -39,8 +38,14 @@ class Secrets:
             given = _from_environment()
         if isinstance(given, os.PathLike):
             self._file = Path(given)
-            self._stamp = _stamp(self._file)
-            self._held = _read(self._file)
+            try:
+                self._stamp = _stamp(self._file)
+                self._held = _read(self._file)
+            except OSError as exc:
+                raise ValueError(
+                    f"the file of secrets {self._file} cannot be read: {exc.strerror}; "
+                    f"secret=… or {FILE_VARIABLE} names it"
+                ) from exc
         else:
             self._held = _checked([given] if isinstance(given, str) else given)
 

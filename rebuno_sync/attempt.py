@@ -32,7 +32,7 @@ from .workers import Run
 
 log = logging.getLogger(__name__)
 
-#: From this attempt on a handler that raises ``SystemExit`` fails its execution.
+#: From this attempt on, ``SystemExit`` or ``KeyboardInterrupt`` in a handler fails its execution.
 MAX_EXITS = 5
 
 
@@ -201,7 +201,8 @@ class Attempt:
 
         Unless its own code does that to it each time, as ``sys.exit()`` in a library would.
         """
-        exits = isinstance(exc, SystemExit) and (self._lease.attempt or 0) >= MAX_EXITS
+        by_itself = isinstance(exc, (SystemExit, KeyboardInterrupt))
+        exits = by_itself and (self._lease.attempt or 0) >= MAX_EXITS
         # Under gevent, gunicorn's own way out of a hung worker is raised within the handler.
         if exits and not self._is_ending():
             log.error("the handler exits in every attempt: %s", self._lease, exc_info=exc)

@@ -337,7 +337,10 @@ class ExecutionContext:
 
     def _run(self, step_id: str, effect: Effect) -> Replayed:
         if effect.idempotency is Idempotency.AT_MOST_ONCE:
-            self._require_lease()
+            lapsed = self._lease.lapsed()
+            if lapsed is not None:
+                self._end_lease(lapsed, "lapsed")
+                raise lapsed
         deadline = self._deadline(step_id, effect)
         try:
             with self.running():
@@ -350,19 +353,6 @@ class ExecutionContext:
         if error is not None:
             return self.record_failure(step_id, effect.name, error)
         return self.record(step_id, effect.name, result)
-
-    def _require_lease(self) -> None:
-        """Give the attempt up when its lease may be another's by now.
-
-        The process may have stood still since the kernel said that the body may run: stopped,
-        swapped out, or with a machine that was moved. By now another attempt may have asked what
-        became of the effect, and gone on with the answer that it never happened.
-        """
-        if self._lease.signal is None and self._lease.remaining() <= 0:
-            lapsed = LeaseSuperseded("the lease ran out before the body could begin")
-            self._end_lease(lapsed, "lapsed")
-        if self._lease.signal is not None:
-            raise self._lease.signal
 
     def _deadline(self, step_id: str, effect: Effect) -> Deadline | None:
         if effect.timeout is None:

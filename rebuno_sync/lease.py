@@ -95,6 +95,17 @@ class Lease:
         """Return the seconds until the kernel may give the execution to another attempt."""
         return self._renewed_at + self.timeout - now()
 
+    def lapsed(self) -> ControlFlow | None:
+        """Return what ends the dispatch when the lease may be another's by now.
+
+        The process may have stood still since the kernel said that a body may run: stopped,
+        swapped out, or with a machine that was moved. Meanwhile another attempt may have asked
+        what became of the effect, and gone on with the answer that it never happened.
+        """
+        if self._signal is None and self.remaining() <= 0:
+            return LeaseSuperseded("the lease ran out before the body could begin")
+        return self._signal
+
     @property
     def ids(self) -> dict[str, object]:
         """What a log record says of it, where the logging thread is not of its dispatch."""

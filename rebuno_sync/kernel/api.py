@@ -121,6 +121,7 @@ class Api:
         return _json({"status": "ok"})
 
     def ready(self) -> Response:
+        self._store.check()
         with self._store.read() as tx:
             tx.one("SELECT 1")
         return _json({"status": "ready"})

@@ -36,6 +36,8 @@ class NewAgent:
         """
         if not self.id or len(self.id) > _LONGEST_ID:
             raise ValueError(f"id must be text of 1 to {_LONGEST_ID} characters")
+        if self.id in (".", ".."):
+            raise ValueError(f"id must not be {self.id!r}: it goes into paths")
         if not (self.id.isascii() and self.id.isprintable()) or "/" in self.id:
             raise ValueError(
                 "id must be printable ASCII without '/': it goes into headers and paths"

@@ -7,6 +7,7 @@ import os
 import sqlite3
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +17,8 @@ from rebuno_sync.kernel import disk, schema
 from rebuno_sync.kernel.clock import Clock
 
 _BUSY_SECONDS = 10.0
+#: For how long a change that failed says that the next one would, in seconds.
+_FAILING_SECONDS = 15.0
 
 
 class StoreError(RebunoError):
@@ -85,12 +88,15 @@ class Store:
 
     def __init__(self, path: str | os.PathLike[str] | None, clock: Clock) -> None:
         self.on_queue: Callable[[], None] = lambda: None
-        self._path = None if path is None else Path(path)
+        # As it really is: a link to the same file is the same file to another kernel.
+        self._path = None if path is None else Path(path).resolve()
         self._clock = clock
         self._write_lock = threading.Lock()
         self._readers: list[sqlite3.Connection] = []
         self._readers_lock = threading.Lock()
         self._closed = False
+        # When a change last failed, and how.
+        self._failure: tuple[float, StoreError] | None = None
         self._lock_file = None if self._path is None else _lock(self._path)
         try:
             with self._in_words():
@@ -134,19 +140,35 @@ class Store:
         Raises:
             StoreError: it cannot be written, and nothing of it was.
         """
-        with self._write_lock, self._in_words():
-            self._check_open()
-            self._writer.execute("BEGIN IMMEDIATE")
-            transaction = Transaction(self._writer, self._clock.now())
-            try:
-                yield transaction
-                self._writer.execute("COMMIT")
-            except BaseException:
-                if self._writer.in_transaction:
-                    self._writer.execute("ROLLBACK")
-                raise
+        try:
+            with self._write_lock, self._in_words():
+                self._check_open()
+                self._writer.execute("BEGIN IMMEDIATE")
+                transaction = Transaction(self._writer, self._clock.now())
+                try:
+                    yield transaction
+                    self._writer.execute("COMMIT")
+                except BaseException:
+                    if self._writer.in_transaction:
+                        self._writer.execute("ROLLBACK")
+                    raise
+        except StoreError as exc:
+            # Kept though the next one may go well: on a full disk a small change finds a place.
+            self._failure = (time.monotonic(), exc)
+            raise
         if transaction.queue_changed:
             self.on_queue()
+
+    def check(self) -> None:
+        """See whether changes can be made: whether each could that was tried lately.
+
+        Raises:
+            StoreError: they cannot.
+        """
+        self._check_open()
+        failure = self._failure
+        if failure is not None and time.monotonic() - failure[0] < _FAILING_SECONDS:
+            raise StoreError(str(failure[1]))
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Transaction]:

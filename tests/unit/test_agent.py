@@ -86,6 +86,8 @@ def kernel3() -> Iterator[ScriptedKernel]:
         ({"agent_id": ""}, "agent_id is non-empty text, not ''"),
         ({"agent_id": None}, "agent_id is non-empty text, not None"),
         ({"agent_id": "agént"}, "agent_id is sent as an HTTP header, which takes ASCII"),
+        ({"agent_id": "a/b"}, "agent_id is part of paths, so no kernel takes 'a/b'"),
+        ({"agent_id": ".."}, "agent_id is part of paths"),
         ({"agent_id": "a\nb"}, "agent_id is sent as an HTTP header"),
         ({"secret": None}, "pass secret=… or set REBUNO_AGENT_SECRET in the environment"),
         ({"secret": ""}, "pass secret=… or set REBUNO_AGENT_SECRET"),
@@ -501,13 +503,16 @@ def test_ends_that_are_not_reported(kernel: ScriptedKernel, error: BaseException
     assert kernel.calls("complete", "fail") == []
 
 
-def test_a_handler_that_exits_in_every_attempt_fails_in_the_end(kernel: ScriptedKernel) -> None:
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_a_handler_that_exits_in_every_attempt_fails_in_the_end(
+    kernel: ScriptedKernel, error: type[BaseException]
+) -> None:
     """``sys.exit()`` in a library must not run a handler again for ever."""
     attempts: list[int | None] = []
 
     def handler() -> None:
         attempts.append(execution().dispatch_attempt)
-        sys.exit("no such option")
+        raise error("no such option")
 
     with agent_of(kernel, handler) as agent:
         run = kernel.create()
@@ -516,7 +521,8 @@ def test_a_handler_that_exits_in_every_attempt_fails_in_the_end(kernel: Scripted
             kernel.deliver(run)
             assert agent.join(timeout=30)
     assert attempts == [1, 2, 3, 4, 5]
-    assert (run.status, run.failure_reason) == ("failed", "agent_error: SystemExit: no such option")
+    reason = f"agent_error: {error.__name__}: no such option"
+    assert (run.status, run.failure_reason) == ("failed", reason)
 
 
 def test_a_handler_that_the_end_of_its_worker_interrupts_never_fails(

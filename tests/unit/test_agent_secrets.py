@@ -105,8 +105,11 @@ def test_no_secret_at_all(given: Any, message: str) -> None:
 
 def test_a_file_with_no_secret_in_it(tmp_path: Path) -> None:
     file = tmp_path / "secret"
-    with pytest.raises(FileNotFoundError):
+    message = "cannot be read: {}; secret=… or REBUNO_AGENT_SECRET_FILE names it"
+    with pytest.raises(ValueError, match=message.format("No such file or directory")):
         Secrets(file)
+    with pytest.raises(ValueError, match=message.format("Is a directory")):
+        Secrets(tmp_path)
     file.write_text("\n \n", encoding="utf-8")
     with pytest.raises(ValueError, match="has no secret in it; it holds one a line"):
         Secrets(file)

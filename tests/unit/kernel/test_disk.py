@@ -21,7 +21,15 @@ from typing import Any
 
 import pytest
 
-from rebuno_sync.kernel import EmbeddedKernel, StoreError, deadlines, disk, dispatch, registry
+from rebuno_sync.kernel import (
+    EmbeddedKernel,
+    StoreError,
+    deadlines,
+    disk,
+    dispatch,
+    registry,
+    store,
+)
 from rebuno_sync.kernel.store import Store
 from tests.unit.kernel.agent_double import PATIENCE, Caller, Webhooks, eventually
 from tests.unit.kernel.conftest import manifest
@@ -204,6 +212,7 @@ def test_a_full_disk_is_told_and_outlived(
     webhooks: Webhooks,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tmp_path / "k.sqlite3" if on_disk else None
     kernel = kernels(path, manifest=manifest(webhooks))
@@ -222,7 +231,10 @@ def test_a_full_disk_is_told_and_outlived(
     for _ in range(2):  # it can be asked, it says no, and it is still there
         listed = caller.client("GET", "/v0/executions?limit=200").json()["executions"]
         assert {x["id"] for x in listed} == {first, *(a.json()["id"] for a in created)}
-        assert caller.client("GET", "/v0/ready").status_code == 200
+        ready = caller.client("GET", "/v0/ready")
+        assert ready.status_code == 503
+        assert "there is no space left" in ready.json()["message"]
+        assert caller.client("GET", "/v0/health").status_code == 200
     steps = f"/v0/executions/{first}/steps"
     step = {"kind": "tool_call", "target": "t", "args": "y" * 100_000}
     answer = caller.agent("POST", steps, step, lease=lease)
@@ -232,6 +244,8 @@ def test_a_full_disk_is_told_and_outlived(
     space.give_back()
     answer = caller.agent("POST", steps, step, lease=lease)
     assert answer.json()["decision"] == "proceed"
+    monkeypatch.setattr(store, "_FAILING_SECONDS", 0.0)  # as if they had passed
+    assert caller.client("GET", "/v0/ready").status_code == 200
     done = f"{steps}/{answer.json()['step_id']}/complete"
     assert caller.agent("POST", done, {"result": "z"}, lease=lease).status_code == 200
     assert complete(caller, lease) == 204

@@ -94,8 +94,11 @@ def test_the_default_lease_time_out_is_told(
 def test_a_file_belongs_to_one_kernel(tmp_path: Path) -> None:
     path = tmp_path / "k.sqlite3"
     with EmbeddedKernel(path):
-        with pytest.raises(StoreError, match="in use by another kernel"):
-            EmbeddedKernel(path).start()
+        link = tmp_path / "link.sqlite3"
+        link.symlink_to(path)
+        for name in (path, link):
+            with pytest.raises(StoreError, match="in use by another kernel"):
+                EmbeddedKernel(name).start()
         script = (
             "import sys; from rebuno_sync.kernel import EmbeddedKernel, StoreError\n"
             "try: EmbeddedKernel(sys.argv[1]).start()\n"

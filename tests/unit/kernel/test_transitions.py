@@ -896,6 +896,7 @@ def test_what_is_queued_for_a_deleted_agent_is_not_delivered(world: World) -> No
     [
         ({"id": ""}, "id"),
         ({"id": "a/b"}, "id"),
+        ({"id": ".."}, "id must not be '..'"),
         ({"id": "é"}, "id"),
         ({"id": "x" * 201}, "id"),
         ({"webhook_url": "x"}, "webhook_url"),
