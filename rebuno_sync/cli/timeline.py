@@ -120,7 +120,7 @@ class Timeline:
             yield from self._begin_attempt(at)
         elif what == "failed":
             why = str(payload.get("error") or payload.get("reason") or "")
-            yield Entry("failed", at, f"{name} did not reach the agent", why, good=False)
+            yield Entry("failed", at, f"{name} could not be delivered", why, good=False)
         elif what != "queued":
             yield Entry("note", at, f"dispatch {what}")
 

@@ -101,12 +101,13 @@ def delivered(tx: Transaction, claim: Claim) -> None:
         tx.run("UPDATE dispatches SET failures = 0 WHERE seq = ?", row["seq"])
 
 
-def undelivered(tx: Transaction, claim: Claim, answered: bool) -> None:
+def undelivered(tx: Transaction, claim: Claim, answered: bool, reason: str) -> None:
     """Record that a delivery failed; try again later, or fail the execution after too many.
 
     Args:
         answered: whether the agent said no, rather than nothing. An agent that said nothing but
             has used its lease since is at work, and is left to it.
+        reason: what it said, or what kept it from saying anything; it stands in the event.
     """
     row = _current(tx, claim)
     if row is None:
@@ -116,6 +117,7 @@ def undelivered(tx: Transaction, claim: Claim, answered: bool) -> None:
         return
     failures = row["failures"] + 1
     payload = events.dispatch_payload(row["id"], row["execution_id"], "failed", row["attempt"])
+    payload["reason"] = reason
     events.append(tx, row["execution_id"], ("dispatch.failed", payload))
     tx.run(
         "UPDATE dispatches SET state = 'pending', failures = ?, available_at = ? WHERE seq = ?",

@@ -27,7 +27,7 @@ from rebuno_sync.kernel.webhook_connections import PromptAdapter
 
 _log = logging.getLogger(__name__)
 
-Post = Callable[[Claim], "int | None"]
+Post = Callable[[Claim], int]
 
 #: How long an agent may take to answer a webhook, in seconds.
 WEBHOOK_TIMEOUT = 30.0
@@ -36,6 +36,11 @@ _MAX_DELIVERIES_PER_AGENT = 8
 #: Bounds the sleep, since the wall clock may be set while the scheduler sleeps.
 _LONGEST_SLEEP = 2.0
 _PAUSE_AFTER_ERROR = 0.5
+_LONGEST_REASON = 200
+
+
+class Unanswered(Exception):
+    """A webhook came to no answer. Why is recorded with the execution, so it holds no secret."""
 
 
 class Dispatcher:
@@ -46,7 +51,7 @@ class Dispatcher:
         clock: the time; when it is moved, what became due happens before the move returns.
         lease_timeout: for agents that were registered without one, in seconds.
         metrics: told of deliveries and of leases that ran out.
-        post: delivers a claimed dispatch; returns the status, or ``None`` when no answer came.
+        post: delivers a claimed dispatch; returns the status, or raises :class:`Unanswered`.
     """
 
     def __init__(
@@ -171,13 +176,19 @@ class Dispatcher:
 
     def _deliver(self, claim: Claim) -> None:
         try:
-            status = self._post(claim)
+            answered, failure = True, ""
+            try:
+                status = self._post(claim)
+                if not 200 <= status < 300:
+                    failure = f"answered HTTP {status}"
+            except Unanswered as exc:
+                answered, failure = False, str(exc)
             with self._store.write() as tx:
-                if status is not None and 200 <= status < 300:
+                if failure:
+                    deliveries.undelivered(tx, claim, answered, failure)
+                else:
                     deliveries.delivered(tx, claim)
                     self._metrics.delivery_seconds.observe(max(0.0, tx.now - claim.due_at))
-                else:
-                    deliveries.undelivered(tx, claim, answered=status is not None)
         except Exception as exc:
             # Not recorded: the lease will run out, and the dispatch be delivered again.
             if not self._stopping:
@@ -206,14 +217,20 @@ def webhook_body(claim: Claim) -> bytes:
     )
 
 
-def post_webhook(claim: Claim, timeout: float | None = None) -> int | None:
-    """Post the webhook; return the status, or ``None`` when none came in ``timeout`` seconds.
+def post_webhook(claim: Claim, timeout: float | None = None) -> int:
+    """Post the webhook; return the status.
 
-    Without a ``timeout``, :data:`WEBHOOK_TIMEOUT` holds.
+    Args:
+        claim: what to deliver.
+        timeout: how long to wait for the status, in seconds; :data:`WEBHOOK_TIMEOUT` by default.
+
+    Raises:
+        Unanswered: there is nobody to ask, or no status came in time.
     """
     if claim.webhook_url is None:
         _log.warning("agent %s is not registered any more", claim.agent_id)
-        return None
+        raise Unanswered("the agent is not registered any more")
+    patience = WEBHOOK_TIMEOUT if timeout is None else timeout
     body = webhook_body(claim)
     headers = {
         "Content-Type": "application/json",
@@ -231,19 +248,21 @@ def post_webhook(claim: Claim, timeout: float | None = None) -> int | None:
                 claim.webhook_url,
                 data=body,
                 headers=headers,
-                timeout=WEBHOOK_TIMEOUT if timeout is None else timeout,
+                timeout=patience,
                 allow_redirects=False,
                 stream=True,
             ) as answer:
                 status = answer.status_code
     except (requests.RequestException, OSError, ValueError) as exc:
+        late = isinstance(exc, requests.Timeout)
+        why = f"timed out after {patience:g} s" if late else _why(exc)[:_LONGEST_REASON]
         _log.warning(
             "the webhook of agent %s at %s did not answer: %s",
             claim.agent_id,
             urlsplit(claim.webhook_url).netloc.rpartition("@")[2],  # the rest may be secret
-            _why(exc),
+            why,
         )
-        return None
+        raise Unanswered(why) from exc
     if not 200 <= status < 300:
         _log.warning("the webhook of agent %s answered %d", claim.agent_id, status)
     return status
@@ -254,4 +273,6 @@ def _why(exc: BaseException) -> str:
     for inner in (*exc.args, getattr(exc, "reason", None), exc.__cause__):
         if isinstance(inner, BaseException):
             return _why(inner)
-    return getattr(exc, "strerror", None) or str(exc)
+    if isinstance(exc, OSError) and not isinstance(exc, requests.RequestException):
+        return exc.strerror or str(exc)
+    return type(exc).__name__  # what HTTP libraries say quotes the URL

@@ -293,14 +293,16 @@ def _replayed(step: sqlite3.Row | None) -> str:
 def _end(record: Record, ordered: Sequence[Attempt]) -> None:
     """Say of each attempt how it ended, or that it goes on."""
     failed = {
-        (payload["dispatch_id"], payload["attempt"]): event["occurred_at"]
+        (payload["dispatch_id"], payload["attempt"]): (event["occurred_at"], payload.get("reason"))
         for event, payload in _failures(record.deliveries)
     }
     states = {row["id"]: row for row in record.dispatches}
     for attempt, follower in itertools.zip_longest(ordered, ordered[1:]):
-        at = failed.get((attempt.dispatch_id, attempt.attempt))
-        if at is not None:
-            attempt.ending, attempt.tone, attempt.until = "could not be delivered", "bad", at
+        failure = failed.get((attempt.dispatch_id, attempt.attempt))
+        if failure is not None:
+            attempt.until, why = failure
+            attempt.ending = "could not be delivered" + (f": {why}" if why else "")
+            attempt.tone = "bad"
         elif follower is not None and follower.dispatch_id == attempt.dispatch_id:
             attempt.ending, attempt.tone = "its lease ran out", "bad"
         elif follower is not None or states[attempt.dispatch_id]["state"] == "held":

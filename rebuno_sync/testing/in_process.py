@@ -110,7 +110,7 @@ class TestKernel(EmbeddedKernel):
             )
         return row is not None
 
-    def _deliver(self, claim: Claim) -> int | None:
+    def _deliver(self, claim: Claim) -> int:
         with self._guard:
             agent = self._agents.get(claim.agent_id)
         if agent is None:

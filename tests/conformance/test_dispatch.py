@@ -6,6 +6,7 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from typing import Any
 
 import pytest
 
@@ -134,19 +135,20 @@ def test_2xx_is_acked(agent: Agent, status: int) -> None:
     done(attempt.heartbeat())
 
 
-def failed(attempt: Attempt) -> object:
+def failed(attempt: Attempt) -> dict[str, Any]:
     """Wait until the kernel knows that this delivery failed; returns the event's payload."""
 
-    def found() -> object:
+    def found() -> dict[str, Any] | None:
         for event in attempt.kernel.events(attempt.execution_id):
             if (
                 event["type"] == "dispatch.failed"
                 and event["payload"]["attempt"] == attempt.attempt
             ):
-                return event["payload"]
+                return dict(event["payload"])
         return None
 
-    return wait_until(found, WAIT, "the delivery did not fail")
+    told: dict[str, Any] = wait_until(found, WAIT, "the delivery did not fail")
+    return told
 
 
 def retried(attempt: Attempt) -> Attempt:
@@ -161,7 +163,9 @@ def test_anything_else_is_failed_and_retried(agent: Agent, status: int) -> None:
     """7: anything else: dispatch.failed, retried with the next attempt of the same dispatch."""
     agent.inbox.answer_next(status)
     first = agent.start()
-    assert failed(first) == {
+    told = failed(first)
+    told.pop("reason", None)  # a kernel may say more than it has to
+    assert told == {
         "dispatch_id": first.dispatch_id,
         "execution_id": first.execution_id,
         "status": "failed",

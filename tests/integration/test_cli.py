@@ -791,7 +791,7 @@ def test_dev_tells_what_happens(served: Running) -> None:
     with dev() as (process, url):
         assert run(url, "agents", "add", "a", "http://127.0.0.1:9/", "--secret", "s").exit_code == 0
         execution_id = run(url, "exec", "create", "a").stdout.strip()
-        process.read_until("attempt 1 did not reach the agent")
+        process.read_until("attempt 1 could not be delivered")
         assert run(url, "exec", "cancel", execution_id).exit_code == 0
         process.read_until("cancelled")
         process.process.terminate()

@@ -19,7 +19,7 @@ import trustme
 import rebuno_sync
 from rebuno_sync import Agent, signing, wire
 from rebuno_sync.kernel.deliveries import Claim
-from rebuno_sync.kernel.dispatch import post_webhook
+from rebuno_sync.kernel.dispatch import Unanswered, post_webhook
 from tests.unit.kernel.agent_double import PATIENCE, Caller, Webhooks
 from tests.unit.kernel.conftest import manifest
 
@@ -219,5 +219,6 @@ def test_a_webhook_goes_to_no_server_that_cannot_prove_who_it_is() -> None:
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     trustme.CA().issue_cert("127.0.0.1").configure_cert(tls)
     with Elsewhere(tls=tls) as target:
-        assert post_webhook(claim(f"https://127.0.0.1:{target.port}/webhook")) is None
+        with pytest.raises(Unanswered, match="certificate verify failed"):
+            post_webhook(claim(f"https://127.0.0.1:{target.port}/webhook"))
         assert target.got == []

@@ -196,7 +196,8 @@ def test_an_answer_may_take_longer_than_its_first_byte(monkeypatch: pytest.Monke
 def test_an_agent_that_answers_slowly_has_not_answered(first: bytes, piece: bytes) -> None:
     with dripping(first, piece) as (url, left):
         claim = Claim("d", "e", "a1", 1, 60.0, 0.0, url, "s")
-        assert dispatch.post_webhook(claim, 0.3) is None
+        with pytest.raises(dispatch.Unanswered, match=r"^timed out after 0.3 s$"):
+            dispatch.post_webhook(claim, 0.3)
         assert left.wait(PATIENCE)
 
 

@@ -158,11 +158,13 @@ def test_failures_of_steps_deliveries_and_executions() -> None:
     log.begin()
     log.step("executing", "s1")
     (step,) = log.step("failed", "s1", error={"message": "boom", "type": "ValueError"})
-    (delivery,) = log.add("dispatch.failed", dispatch_id="d1", attempt=2, error="HTTP 500")
+    (delivery,) = log.add(
+        "dispatch.failed", dispatch_id="d1", attempt=2, reason="answered HTTP 401"
+    )
     (end,) = log.add("execution.failed", status="failed", reason="dispatch_exhausted")
     assert short([step, delivery, end]) == [
         ("failed", "tool_call look", "failed: ValueError: boom"),
-        ("failed", "attempt 2 did not reach the agent", "HTTP 500"),
+        ("failed", "attempt 2 could not be delivered", "answered HTTP 401"),
         ("end", "failed", "dispatch_exhausted"),
     ]
     assert not any(entry.good for entry in (step, delivery, end))

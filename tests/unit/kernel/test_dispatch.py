@@ -26,6 +26,17 @@ def types(caller: Caller, execution_id: str) -> list[str]:
     return [event["type"] for event in answer.json()]
 
 
+def reasons(caller: Caller, execution_id: str) -> list[str]:
+    """Return why deliveries failed, as the events say."""
+    answer = caller.client("GET", f"/v0/executions/{execution_id}/events?limit=1000")
+    failed = [e["payload"] for e in answer.json() if e["type"] == "dispatch.failed"]
+    assert all(
+        payload.keys() == {"dispatch_id", "execution_id", "status", "attempt", "reason"}
+        for payload in failed
+    )
+    return [payload["reason"] for payload in failed]
+
+
 def execution(caller: Caller, execution_id: str) -> dict[str, Any]:
     return dict(caller.client("GET", f"/v0/executions/{execution_id}").json())
 
@@ -83,6 +94,7 @@ def test_a_refused_webhook_is_tried_again_five_times(
         kernel.advance(1.25 * 2 ** (attempt - 1))
     assert types(caller, execution_id)[-1] == "execution.failed"
     assert execution(caller, execution_id)["failure_reason"] == "dispatch_exhausted"
+    assert reasons(caller, execution_id) == [f"answered HTTP {status}"] * 5
     kernel.advance(1000)
     assert webhooks.received.empty()
 
@@ -95,6 +107,7 @@ def test_an_agent_that_is_away_gets_its_webhook_when_it_is_back(
     assert caller.client("POST", "/v0/agents", away).status_code == 201
     execution_id = create(caller, "away")
     eventually(lambda: "dispatch.failed" in types(caller, execution_id))
+    assert reasons(caller, execution_id) == ["Connection refused"]
     caller.client("POST", "/v0/agents", {**away, "webhook_url": webhooks.url})
     kernel.advance(1.3)
     assert webhooks.next()["dispatch_attempt"] == 2
@@ -237,16 +250,52 @@ def test_occurrences_survive_a_restart_in_the_middle_of_an_attempt(
     caller.close()
 
 
-def test_why_a_webhook_did_not_answer_is_told_in_its_own_words(
-    caplog: pytest.LogCaptureFixture,
+REFUSED = "Connection refused"
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://user:password@127.0.0.1:{port}/webhook?token=x", REFUSED),
+        ("https://user:password@127.0.0.1:{port}/webhook?token=x", REFUSED),
+        ("http://user:password@nowhere.invalid:{port}/webhook?token=x", "Name or service|resol"),
+        ("http://user:password@:{port}/webhook?token=x", "^InvalidURL$"),
+        ("http://user:password@a..b:{port}/webhook?token=x", "^(InvalidURL|LocationParseError)$"),
+        ("gopher://user:password@127.0.0.1:{port}/webhook?token=x", "^InvalidSchema$"),
+        (None, "^the agent is not registered any more$"),
+    ],
+)
+def test_why_a_webhook_did_not_answer_is_told_without_what_is_secret(
+    url: str | None, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    for scheme in ("http", "https"):
-        url = f"{scheme}://user:password@127.0.0.1:{port}/webhook?token=x"
-        assert dispatch.post_webhook(Claim("d", "e", "a1", 1, 1.0, 0.0, url, "s")) is None
-    told = f"the webhook of agent a1 at 127.0.0.1:{port} did not answer: Connection refused"
-    assert caplog.messages == [told] * 2
+    claim = Claim("d", "e", "a1", 1, 1.0, 0.0, url and url.format(port=port), "s")
+    with pytest.raises(dispatch.Unanswered, match=why) as caught:
+        dispatch.post_webhook(claim)
+    if why == REFUSED:
+        told = f"the webhook of agent a1 at 127.0.0.1:{port} did not answer: Connection refused"
+        assert caplog.messages == [told]
+        assert str(caught.value) == REFUSED
+    for secret in ("password", "token=x"):
+        assert secret not in f"{caught.value} {caplog.text}"
+
+
+def test_a_server_that_speaks_something_else_is_told_by_what_it_broke() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"+OK POP3 password ready\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/webhook"
+        with pytest.raises(dispatch.Unanswered, match=r"^BadStatusLine$"):
+            dispatch.post_webhook(Claim("d", "e", "a1", 1, 1.0, 0.0, url, "s"))
+        thread.join(30)
 
 
 def test_a_webhook_is_waited_for_as_long_as_is_asked(
@@ -256,5 +305,6 @@ def test_a_webhook_is_waited_for_as_long_as_is_asked(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/webhook"
         claim = Claim("d", "e", "a1", 1, 1.0, 0.0, url, "s")
-        assert dispatch.post_webhook(claim, timeout=0.1) is None
-    assert "timed out" in caplog.text
+        with pytest.raises(dispatch.Unanswered, match=r"^timed out after 0.1 s$"):
+            dispatch.post_webhook(claim, timeout=0.1)
+    assert "timed out after 0.1 s" in caplog.text

@@ -252,14 +252,17 @@ def test_a_failed_execution(world: World) -> None:
 def test_deliveries_that_fail(world: World) -> None:
     claim = world.running()
     assert told(world, claim.execution_id) == [("being delivered", [])]
-    world.do(deliveries.undelivered, claim, answered=True)
+    world.do(deliveries.undelivered, claim, True, "answered HTTP 401")
     found = look(world, claim.execution_id)
     assert found.queued is not None
     assert found.queued["available_at"] > found.now
     world.clock.advance(60)
     again = world.claimed()
     world.do(deliveries.delivered, again)
-    assert told(world, claim.execution_id) == [("could not be delivered", []), ("running", [])]
+    assert told(world, claim.execution_id) == [
+        ("could not be delivered: answered HTTP 401", []),
+        ("running", []),
+    ]
     assert look(world, claim.execution_id).parts[0].attempt.tone == "bad"
 
 

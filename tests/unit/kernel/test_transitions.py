@@ -726,20 +726,20 @@ def test_an_acknowledgement_that_comes_late_says_nothing(world: World) -> None:
     world.do(deliveries.reclaim)
     world.claimed()
     world.do(deliveries.delivered, superseded)
-    world.do(deliveries.undelivered, superseded, True)
+    world.do(deliveries.undelivered, superseded, True, "answered HTTP 503")
     assert world.types(superseded.execution_id) == []
 
 
 def test_failed_deliveries_back_off_and_exhaust(world: World) -> None:
     claim = world.running()
     for delay in (1, 2, 4, 8):
-        world.do(deliveries.undelivered, claim, True)
+        world.do(deliveries.undelivered, claim, True, "answered HTTP 503")
         world.clock.advance(delay * 0.99)
         assert world.claim() is None
         world.clock.advance(delay * 0.26)
         claim = world.claimed()
     assert claim.attempt == 5
-    world.do(deliveries.undelivered, claim, False)
+    world.do(deliveries.undelivered, claim, False, "Connection refused")
     row = world.execution(claim.execution_id)
     assert (row["status"], row["failure_reason"]) == ("failed", "dispatch_exhausted")
     assert world.types(claim.execution_id) == ["dispatch.failed"] * 5 + ["execution.failed"]
@@ -758,7 +758,7 @@ def test_a_success_makes_failures_count_anew(world: World) -> None:
     claim = world.running()
     for _ in range(3):
         for _ in range(4):
-            world.do(deliveries.undelivered, claim, True)
+            world.do(deliveries.undelivered, claim, True, "answered HTTP 503")
             world.clock.advance(40)
             claim = world.claimed()
         world.do(deliveries.delivered, claim)
@@ -769,10 +769,10 @@ def test_a_success_makes_failures_count_anew(world: World) -> None:
 def test_an_agent_at_work_is_not_disturbed_by_silence(world: World) -> None:
     claim = world.running()
     step_id = world.submit(claim)["step_id"]
-    world.do(deliveries.undelivered, claim, False)
+    world.do(deliveries.undelivered, claim, False, "Connection refused")
     assert world.settle(claim, step_id) == {"decision": "recorded"}
     # But it may say that it gave up.
-    world.do(deliveries.undelivered, claim, True)
+    world.do(deliveries.undelivered, claim, True, "answered HTTP 503")
     assert world.refusal(lambda: world.heartbeat(claim)) == "lease_superseded"
     assert world.types(claim.execution_id)[-1] == "dispatch.failed"
 
@@ -885,7 +885,7 @@ def test_what_is_queued_for_a_deleted_agent_is_not_delivered(world: World) -> No
     world.do(registry.delete, "a")
     claim = world.claimed()
     assert claim.webhook_url is None
-    world.do(deliveries.undelivered, claim, False)
+    world.do(deliveries.undelivered, claim, False, "Connection refused")
     assert world.types(execution_id) == ["dispatch.failed"]
     with pytest.raises(NotFoundError):
         world.do(registry.delete, "a")

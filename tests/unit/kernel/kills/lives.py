@@ -45,7 +45,7 @@ from rebuno_sync.kernel import (
 from rebuno_sync.kernel.api import Api
 from rebuno_sync.kernel.clock import Clock
 from rebuno_sync.kernel.deliveries import Claim
-from rebuno_sync.kernel.dispatch import webhook_body
+from rebuno_sync.kernel.dispatch import Unanswered, webhook_body
 
 LEASE_SECONDS = 30.0
 DEADLINE_SECONDS = 1e5
@@ -122,11 +122,13 @@ class Child:
         with self._sending:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def _post(self, claim: Claim) -> int | None:
+    def _post(self, claim: Claim) -> int:
         status = self._chance.choices([200, 503, None], [12, 1, 1])[0]
         self._points.reach()
         self._send({"webhook": json.loads(webhook_body(claim)), "status": status})
         self._points.reach()
+        if status is None:
+            raise Unanswered("Connection refused")
         return status
 
     def _watch_statements(self, checkpoint_pages: int, sabotaged: bool) -> None:
