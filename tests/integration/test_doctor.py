@@ -355,16 +355,16 @@ def test_readiness(status: str, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("off", "severity", "words"),
+    ("off", "severity", "words", "why"),
     [
-        (0, "ok", "agrees"),
-        (-120, "warning", "ahead of the kernel's"),
-        (120, "warning", "behind the kernel's"),
-        (-3600, "error", "ahead of the kernel's"),
-        (3600, "error", "behind the kernel's"),
+        (0, "ok", "agrees", ""),
+        (-120, "warning", "ahead of the kernel's", "From 300 s on"),
+        (120, "warning", "behind the kernel's", "From 300 s on"),
+        (-3600, "warning", "ahead of the kernel's", "then signs by the kernel's clock"),
+        (3600, "warning", "behind the kernel's", "then signs by the kernel's clock"),
     ],
 )
-def test_clocks(off: int, severity: str, words: str) -> None:
+def test_clocks(off: int, severity: str, words: str, why: str) -> None:
     def app(environ: Any, start_response: Any) -> Any:
         date = email.utils.formatdate(time.time() + off, usegmt=True)
         return answering("200 OK", Date=date)(environ, start_response)
@@ -373,6 +373,7 @@ def test_clocks(off: int, severity: str, words: str) -> None:
         (finding,) = [f for f in check_kernel(url) if f.check == "clock"]
     assert finding.severity == severity
     assert words in finding.what
+    assert why in finding.why
 
 
 def test_a_kernel_url_that_is_none() -> None:

@@ -28,7 +28,7 @@ from rebuno_sync.transport import Answer, Transport
 from rebuno_sync.wire import SIGNATURE_HEADER, AgentInfo, Dispatch
 
 _TIMEOUT = 10.0
-#: A clock that is off by more seconds than this is worth a word, long before it is refused.
+#: A clock that is off by more seconds than this is worth a word, long before it costs a call.
 _NOTABLE_SKEW = 30
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -88,13 +88,18 @@ def _skew(answer: Answer, here: float) -> Iterator[Finding]:
     if abs(skew) < _NOTABLE_SKEW:
         yield Finding("ok", "clock", "the clock here agrees with the kernel's")
         return
-    refused = abs(skew) >= signing.MAX_CLOCK_SKEW
+    limit = signing.MAX_CLOCK_SKEW
     yield Finding(
-        "error" if refused else "warning",
+        "warning",
         "clock",
         f"the clock here is {size}",
-        f"Kernels refuse request signatures that are {signing.MAX_CLOCK_SKEW} s off: "
-        + ("every call of the agents is answered with 401." if refused else "it is on its way."),
+        (
+            f"Kernels refuse request signatures that are {limit} s off: each process of the agents "
+            "pays one refused call, then signs by the kernel's clock. "
+            if abs(skew) >= limit
+            else f"From {limit} s on, each process of the agents pays one refused call. "
+        )
+        + "Times in its logs and in what the kernel records do not fit together.",
         "Keep both clocks with NTP (systemd-timesyncd, chrony).",
     )
 
