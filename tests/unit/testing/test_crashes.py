@@ -6,7 +6,7 @@ import uuid
 
 import pytest
 
-from rebuno_sync import Agent, step, tool
+from rebuno_sync import Agent, PolicyError, ToolError, step, tool
 from rebuno_sync.testing import Diverged, crash_everywhere
 
 ran: list[str] = []
@@ -51,6 +51,36 @@ def test_every_call_is_crashed_at_and_nothing_at_most_once_runs_twice() -> None:
     assert [(r.point, r.arrived) for r in runs if r.indeterminate] == [(5, True), (6, False)]
     assert {r.run.status for r in runs if not r.indeterminate} == {"completed"}
     assert {r.run.output for r in runs if not r.indeterminate} == {2}
+
+
+@pytest.mark.parametrize(
+    ("second", "ends"),
+    [
+        ("one", ["ToolError indeterminate", "PolicyError __indeterminate_retry"]),
+        ("two", ["ToolError indeterminate", "3"]),
+    ],
+    ids=["equal", "unequal"],
+)
+def test_after_an_unknown_outcome_an_equal_at_most_once_call_is_refused(
+    second: str, ends: list[str]
+) -> None:
+    """As docs/recording-effects.md says under "At most once"."""
+    agent = Agent("twice")
+
+    def tried(text: str) -> str:
+        try:
+            return str(write(text))
+        except ToolError as exc:
+            return f"ToolError {exc.reason}"
+        except PolicyError as exc:
+            return f"PolicyError {exc.rule_id}"
+
+    @agent.handler
+    def handle() -> list[str]:
+        return [tried("one"), tried(second)]
+
+    first_lost = [run for run in crash_everywhere(agent) if (run.point, run.arrived) == (1, True)]
+    assert [run.run.output for run in first_lost] == [ends]
 
 
 def test_a_handler_that_is_not_deterministic_is_told_which_step() -> None:
