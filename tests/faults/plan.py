@@ -169,7 +169,16 @@ def _incident(rng: random.Random, kind: Kind) -> Incident:
         # The first ones are sure to come.
         at = rng.randrange(2)
     elif kind.where == CALL and rng.random() < 0.3:
-        call, at = rng.choice([("read", 0), ("read", 1), ("complete", 0), ("heartbeat", 0)])
+        call, at = rng.choice(
+            [
+                ("read", 0),
+                ("read", 1),
+                ("submit", rng.randrange(40)),
+                ("step_complete", rng.randrange(40)),
+                ("complete", 0),
+                ("heartbeat", 0),
+            ]
+        )
     elif kind.what is Trouble.AGENT_REFUSES:
         at = 0
     elif kind.what is Trouble.WORKER_STOPPED:

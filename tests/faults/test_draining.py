@@ -138,12 +138,17 @@ def goes_on_elsewhere(fleet: Fleet, execution_id: str, worker: int) -> None:
     assert fleet.attempts(created) == 2
 
 
-@pytest.mark.parametrize("worker_class", CLASSES)
-def test_workers_that_are_replaced_all_the_time(tmp_path: Path, worker_class: str) -> None:
-    """With jitter, so that some end with the first webhook and others later."""
-    options = ("--max-requests=1", "--max-requests-jitter=3")
+@pytest.mark.parametrize(
+    ("worker_class", "number", "jitter", "executions"),
+    [*((name, 1, 3, 8) for name in CLASSES), ("gthread", 7, 5, 30), ("sync", 25, 5, 70)],
+)
+def test_workers_that_are_replaced_all_the_time(
+    tmp_path: Path, worker_class: str, number: int, jitter: int, executions: int
+) -> None:
+    """With jitter, so that some end with the first webhooks and others later."""
+    options = (f"--max-requests={number}", f"--max-requests-jitter={jitter}")
     with fleet_for(tmp_path, worker_class, *options) as fleet:
-        created = [fleet.client.create(AGENT, {}).id for _ in range(8)]
+        created = [fleet.client.create(AGENT, {}).id for _ in range(executions)]
         for execution_id in created:
             found = fleet.client.wait(execution_id, timeout=120)
             assert (found.status, found.output) == ("completed", list(range(1, STEPS + 1)))

@@ -164,8 +164,9 @@ def wait_for(driver: WebDriver, text: str, selector: str = "main") -> None:
 
 
 def complaints(driver: WebDriver) -> list[str]:
-    """Return what the console says of scripts and policies."""
-    return [entry["message"] for entry in driver.get_log("browser")]
+    """Return what the console says of scripts and policies, but for the browser's own pages."""
+    messages = [entry["message"] for entry in driver.get_log("browser")]
+    return [message for message in messages if not message.startswith("chrome://")]
 
 
 # What is recorded stays text

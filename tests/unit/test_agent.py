@@ -31,6 +31,7 @@ from rebuno_sync import (
     ToolError,
     execution,
     previous,
+    processes,
     signing,
     step,
     tool,
@@ -541,6 +542,30 @@ def test_a_handler_that_the_end_of_its_worker_interrupts_never_fails(
             kernel.deliver(run)
             assert agent.join(timeout=30)
     assert run.status == "running"
+
+
+@pytest.mark.parametrize(("error", "attempts"), [(ValueError, 1), (SystemExit, 5)])
+def test_nothing_fails_between_the_signal_and_the_drain(
+    kernel: ScriptedKernel,
+    error: type[BaseException],
+    attempts: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is raised while gunicorn takes a worker down may be of the worker, not of the work."""
+
+    def handler() -> None:
+        if execution().dispatch_attempt == attempts:
+            processes.refuse_dispatches()
+        raise error("now") if execution().dispatch_attempt == attempts else SystemExit
+
+    monkeypatch.setattr(processes, "_process", processes.Process())
+    with agent_of(kernel, handler) as agent:
+        run = kernel.create()
+        for _ in range(attempts):
+            kernel.deliver(run)
+            assert agent.join(timeout=30)
+    assert run.status == "running"
+    assert kernel.calls("complete", "fail") == []
 
 
 def test_an_exception_outside_of_exception_fails_at_once(kernel: ScriptedKernel) -> None:

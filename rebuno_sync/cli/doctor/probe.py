@@ -7,6 +7,7 @@ JSON, since the app may print. It holds the agents' secrets: it is never shown.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import inspect
@@ -66,6 +67,7 @@ class Report:
         patched: whether gevent had patched the standard library before that.
         agents: the agents that it made.
         effects: the tools with a time-out.
+        own_names: what this machine is called, and its addresses.
         claims: why deliveries would not be claimed among the workers; ``""`` when they would.
     """
 
@@ -80,6 +82,7 @@ class Report:
     patched: bool = False
     agents: list[Agent] = dataclasses.field(default_factory=list)
     effects: list[Effect] = dataclasses.field(default_factory=list)
+    own_names: list[str] = dataclasses.field(default_factory=list)
     claims: str = ""
 
     @classmethod
@@ -138,8 +141,17 @@ def probe(arguments: list[str]) -> Report:
         patched=patched,
         agents=_agents(),
         effects=_effects(),
+        own_names=_own_names(),
         claims=_claims_problem(),
     )
+
+
+def _own_names() -> list[str]:
+    name = socket.gethostname()
+    found = {name.lower()}
+    with contextlib.suppress(OSError):  # a name that nothing resolves
+        found |= {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
+    return sorted(found)
 
 
 def _claims_problem() -> str:

@@ -306,7 +306,7 @@ def _lease(settings: dict[str, Any], registered: float | None) -> Finding:
         "For a faster second attempt, register the agent with a shorter lease: "
         "rebuno-sync agents add … --lease-timeout SECONDS"
     )
-    timeout = settings["timeout"]
+    timeout, graceful = settings["timeout"], settings["graceful_timeout"]
     if timeout and timeout < lease:
         return Finding(
             "info",
@@ -316,6 +316,15 @@ def _lease(settings: dict[str, Any], registered: float | None) -> Finding:
             "GIL) is killed, and its executions wait for the rest of their leases before another "
             "worker gets them.",
             f"Give steps that keep the GIL a process of their own. {mend}",
+        )
+    if graceful < lease:
+        return Finding(
+            "info",
+            "lease",
+            f"graceful_timeout is {graceful} s, and a lease lasts {lasts}",
+            f"What a deploy cuts off after {graceful} s waits for the rest of its lease before "
+            "another worker gets it.",
+            mend,
         )
     return Finding(
         "info",
@@ -329,7 +338,7 @@ def _lease(settings: dict[str, Any], registered: float | None) -> Finding:
 def _own_kernel(report: Report) -> Iterator[Finding]:
     settings = report.settings
     for agent in report.agents:
-        if not _listens_at(settings["bind"], agent.base_url):
+        if not _listens_at(settings["bind"], agent.base_url, report.own_names):
             continue
         single = settings["workers"] == 1 and settings["threads"] == 1
         why = (
@@ -347,7 +356,7 @@ def _own_kernel(report: Report) -> Iterator[Finding]:
         )
 
 
-def _listens_at(binds: list[str], url: str) -> bool:
+def _listens_at(binds: list[str], url: str, own_names: list[str]) -> bool:
     parts = urlsplit(url)
     host = (parts.hostname or "").lower()
     port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -357,5 +366,7 @@ def _listens_at(binds: list[str], url: str) -> bool:
             continue
         address = address.strip("[]").lower()
         if address == host or (host in _LOOPBACK and address in (*_WILDCARDS, *_LOOPBACK)):
+            return True
+        if address in _WILDCARDS and host in own_names:
             return True
     return False

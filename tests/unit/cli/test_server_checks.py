@@ -191,7 +191,9 @@ def test_the_lease_is_named_with_what_is_known_of_it() -> None:
     assert "120 s unless the kernel differs" in found(report())["lease"].what
     assert "timeout is 60 s" in found(report())["lease"].what
     assert found(report(), 30.0)["lease"].what.startswith("after a worker is killed")
-    assert found(report(timeout=0))["lease"].what.startswith("after a worker is killed")
+    assert found(report(timeout=0))["lease"].what.startswith("graceful_timeout is 30 s")
+    long = report(timeout=0, graceful_timeout=200)
+    assert found(long)["lease"].what.startswith("after a worker is killed")
 
 
 @pytest.mark.parametrize(
@@ -204,14 +206,19 @@ def test_the_lease_is_named_with_what_is_known_of_it() -> None:
         ("shop.example:80", "http://shop.example", True),
         ("127.0.0.1:8000", "http://127.0.0.1:8080", False),
         ("127.0.0.1:8000", "http://kernel.example:8000", False),
+        ("0.0.0.0:8000", "http://Shop-7.internal:8000", True),
+        ("[::]:8000", "http://10.0.0.7:8000", True),
+        ("127.0.0.1:8000", "http://10.0.0.7:8000", False),
+        ("0.0.0.0:8000", "http://10.0.0.8:8000", False),
         ("unix:/run/shop.sock", "http://127.0.0.1:8000", False),
         ("fd://3", "http://127.0.0.1:8000", False),
     ],
 )
 def test_a_kernel_that_is_the_app_itself(bind: str, url: str, itself: bool) -> None:
     agent = replace(AGENT, base_url=url)
-    single = report("sync", bind=[bind], agents=[agent], workers=1, threads=1)
-    several = report(bind=[bind], agents=[agent])
+    names = {"own_names": ["10.0.0.7", "shop-7.internal"]}
+    single = report("sync", bind=[bind], agents=[agent], workers=1, threads=1, **names)
+    several = report(bind=[bind], agents=[agent], **names)
     assert severities(single).get("own-kernel") == ("error" if itself else None)
     assert severities(several).get("own-kernel") == ("warning" if itself else None)
 

@@ -62,6 +62,28 @@ def test_a_webhook_says_what_generation_3_says(caller: Caller, webhooks: Webhook
     assert complete(caller, webhook) == 204
 
 
+def test_what_is_due_is_delivered_at_once(
+    kernels: Callable[..., EmbeddedKernel], webhooks: Webhooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By word of whoever made it due; the next look at the queue would come in an hour."""
+    monkeypatch.setattr(dispatch, "_LONGEST_SLEEP", 3600.0)
+    caller = Caller(kernels(manifest=manifest(webhooks)).url)
+    create(caller)
+    webhooks.next()
+    bundle = "rules: [{id: ask, then: {decision: require_approval}}]"
+    caller.client("POST", "/v0/policies/a1", {"bundle": bundle})
+    asks = create(caller)
+    lease = webhooks.next()
+    step = {"kind": "tool_call", "target": "t", "args": {}}
+    blocked = caller.agent("POST", f"/v0/executions/{asks}/steps", step, lease=lease).json()
+    grant = f"/v0/approvals/{blocked['approval_id']}/grant"
+    assert caller.client("POST", grant, {"decided_by": "ada"}).status_code == 204
+    resumed = webhooks.next()
+    assert resumed["execution_id"] == asks
+    assert resumed["dispatch_id"] != lease["dispatch_id"]
+    caller.close()
+
+
 def test_a_lost_lease_is_delivered_again(
     kernel: EmbeddedKernel, caller: Caller, webhooks: Webhooks
 ) -> None:
