@@ -104,8 +104,8 @@ class AgentCore:
             raise ValueError(f"agent_id is non-empty text, not {agent_id!r}")
         if not (agent_id.isascii() and agent_id.isprintable()):
             raise ValueError(f"agent_id is sent as an HTTP header, which takes ASCII: {agent_id!r}")
-        if "/" in agent_id or agent_id in (".", ".."):
-            raise ValueError(f"agent_id is part of paths, so no kernel takes {agent_id!r}")
+        if agent_id in (".", ".."):
+            raise ValueError(f"agent_id is part of paths, where {agent_id!r} means something else")
         if not webhook_path.startswith("/"):
             raise ValueError(f"webhook_path begins with '/': {webhook_path!r}")
         if type(max_concurrency) is not int or max_concurrency < 1:
