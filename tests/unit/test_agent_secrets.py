@@ -41,6 +41,19 @@ def test_each_verifies_and_the_first_signs() -> None:
     assert not secrets.verify(BODY, "")
 
 
+def test_the_time_taken_does_not_tell_which_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    verify = signing.verify_body
+
+    def counting(secret: str, body: bytes, given: str) -> bool:
+        tried.append(secret)
+        return verify(secret, body, given)
+
+    monkeypatch.setattr(signing, "verify_body", counting)
+    assert verifies(Secrets(["new", "old"]), "new")
+    assert tried == ["new", "old"]
+
+
 def test_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("REBUNO_AGENT_SECRET", "plain")
     assert Secrets(None).all() == ("plain",)
