@@ -248,7 +248,7 @@ class AgentCore:
     def _here(self) -> Part:
         part = self._part
         if part is None or part.pid != os.getpid():
-            part = self._part = this_process().part(part, self._make_part)
+            part = this_process().part(lambda: self._part, self._make_part)
         return part
 
     def _make_part(self) -> Part:
@@ -263,7 +263,8 @@ class AgentCore:
             claims=claims,
             agent_id=self.agent_id,
         )
-        return Part(workers, self.shutdown_timeout)
+        self._part = Part(workers, self.shutdown_timeout)
+        return self._part
 
     def _beat(self, lease: Any, timeout: float) -> None:
         self._kernel.heartbeat(lease.execution_id, lease, timeout)

@@ -39,13 +39,19 @@ class Process:
         self._registered = False
         self._drained = False
 
-    def part(self, held: Part | None, make: Callable[[], Part]) -> Part:
-        """Return the part of an agent that it holds already, or make the one of this process."""
+    def part(self, held: Callable[[], Part | None], make: Callable[[], Part]) -> Part:
+        """Return the part of an agent that it holds already, or make the one of this process.
+
+        Args:
+            held: tells the part that the agent holds, whichever process made it.
+            make: makes a part and has the agent hold it; called by one thread alone.
+        """
         with self._lock:
-            if held is None or held.pid != os.getpid():
-                held = make()
-                self._add(held)
-            return held
+            part = held()
+            if part is None or part.pid != os.getpid():
+                part = make()
+                self._add(part)
+            return part
 
     def _add(self, part: Part) -> None:
         if not self._registered:

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from rebuno_sync import processes
+from rebuno_sync import Agent, processes
 
 
 def test_one_timeout_for_all_agents_of_a_process() -> None:
@@ -47,3 +47,34 @@ def test_one_timeout_for_all_agents_of_a_process() -> None:
     timeouts = dict(closed[3:])
     assert now[0] <= 125.0
     assert all(0 <= t <= 25.0 for t in timeouts.values())
+
+
+def test_two_first_deliveries_at_once_make_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second comes while the first is at it, and finds what that has made."""
+    agent = Agent("a1", secret="s", base_url="http://127.0.0.1:9")
+    part, make = processes.Process.part, agent._make_part
+    first_makes, second_asks = threading.Event(), threading.Event()
+    made: list[processes.Part] = []
+
+    def making() -> processes.Part:
+        first_makes.set()
+        assert second_asks.wait(30)
+        made.append(make())
+        return made[-1]
+
+    def asking(self: processes.Process, *args: object) -> processes.Part:
+        if first_makes.is_set():
+            second_asks.set()
+        return part(self, *args)  # type: ignore[arg-type] - as the agent calls it
+
+    monkeypatch.setattr(agent, "_make_part", making)
+    monkeypatch.setattr(processes.Process, "part", asking)
+    found: list[processes.Part] = []
+    threads = [threading.Thread(target=lambda: found.append(agent._here())) for _ in range(2)]
+    threads[0].start()
+    assert first_makes.wait(30)
+    threads[1].start()
+    for thread in threads:
+        thread.join(30)
+    assert len(made) == 1
+    assert found == [made[0]] * 2
